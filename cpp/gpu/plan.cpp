@@ -112,7 +112,7 @@ Constants weight_constants(const PackedWeight& w) {
         .add("BYTE_BIAS", static_cast<size_t>(kByteBias));
 }
 
-// What products of one model have in common.
+// The settings and buffers that all products of a model share.
 struct ProductSettings {
     double eps;
     bool is_gated;

@@ -6,8 +6,12 @@ Mesa's lavapipe is such a GPU: apt-get install mesa-vulkan-drivers.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -58,8 +62,8 @@ def test_every_family_has_the_scores_of_the_cpu(case):
     gpu, cpu = pair_of(tiny_model(case))
     assert_same_scores(gpu, cpu, rows_of((2, 7, 20, 33)))
     # A single row norms and activates within products.
-    alone = SamplingParams(max_new_tokens=6)
-    assert_same_samples(*(engine.generate(rows_of((3,)), 1, alone) for engine in (gpu, cpu)))
+    sampling = SamplingParams(max_new_tokens=6)
+    assert_same_samples(*(engine.generate(rows_of((3,)), 1, sampling) for engine in (gpu, cpu)))
 
 
 def test_a_layer_of_a_decoder_is_at_most_six_dispatches():
@@ -220,3 +224,44 @@ def test_refusals(monkeypatch):
     monkeypatch.setitem(sys.modules, "wgpu", None)
     device._open.cache_clear()
     assert_raises(WhetError, ("wgpu", "pip install 'whet[gpu]'"), make, model, device="gpu")
+
+
+def test_memory_of_the_gpu_is_counted_and_freed():
+    gpu, cpu = pair_of(tiny_model("llama"))
+    assert cpu.memory["gpu_bytes"] == 0 < cpu.memory["weights_bytes"] < gpu.memory["gpu_bytes"]
+    assert gpu.memory["weights_bytes"] == 0  # released after the copy
+    assert gpu.fingerprint() == cpu.fingerprint()
+    program_of_gpu = weakref.ref(gpu._program)
+    gpu.close()
+    gc.collect()
+    assert program_of_gpu() is None
+
+
+def test_failures_of_the_gpu_are_explained(monkeypatch):
+    import wgpu
+
+    gpu, cpu = pair_of(tiny_model("llama"))
+    rows = rows_of((33,))
+
+    for error, facts in (
+        (wgpu.GPUOutOfMemoryError, ("Engine.from_model", "memory is full", "kv_bytes")),
+        (wgpu.GPUInternalError, ("Engine.from_model", "the GPU failed: of the driver")),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(program.Program, "_submit", Mock(side_effect=error("of the driver")))
+            assert_raises(WhetError, facts, gpu.logprobs, rows)
+        assert_same_scores(gpu, cpu, rows)
+
+
+def test_engines_in_threads_share_a_gpu():
+    engines = [pair_of(tiny_model("llama"))[0] for _ in range(2)]
+    sampling = SamplingParams(max_new_tokens=20, seed=1)
+    with ThreadPoolExecutor(4) as pool:
+        groups = list(pool.map(lambda i: engines[i % 2].generate([[5, 6, 7]], 4, sampling)[0], range(8)))
+    assert len({tuple(tuple(sample.token_ids) for sample in group) for group in groups}) == 1
+
+
+def test_a_forked_process_needs_a_new_engine():
+    gpu, _ = pair_of(tiny_model("llama"))
+    gpu._program._pid += 1  # as in a child
+    assert_raises(WhetError, ("forked", "Make a new engine"), gpu.logprobs, rows_of((5,)))

@@ -108,11 +108,11 @@ class Engine:
             token of a sequence for its keys and values, in addition to ``kv_bytes``. None: no draft model.
         expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
             that stay packed after a step, the most recently used; 0: all.
-        device: "cpu"; or "gpu", through WebGPU (``pip install 'whet[gpu]'``), with a copy of the weights in the GPU's
-            memory and activations in float32. Tokens are drawn on the CPU with the same random numbers: they are the
-            CPU's with float32 activations, except where rounding decides. "The same bits" is a promise of the CPU
-            only. A model with a part that has no kernel is refused: recurrent layers, mixtures of experts, learned
-            positions, Gemma 4; and so are kv_dtype "q8" and adapters with norms.
+        device: "cpu"; or "gpu", through WebGPU (``pip install 'whet[gpu]'``), with the weights in the GPU's memory (a
+            packed base also stays in the process's) and activations in float32. Tokens are drawn on the CPU with the
+            same random numbers: they are the CPU's with float32 activations, except where rounding decides. "The same
+            bits" is a promise of the CPU only. What has no kernel is refused: kv_dtype "q8", heads of more than 256
+            elements, and adapters with norms or of experts.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
             ``whet.models.tokenizers.read_tokenizer``, or the path of a folder or GGUF file with one, which is read when
             stop is first used. Default in ``from_pretrained`` and ``from_gguf``: the model's.
@@ -290,6 +290,7 @@ class Engine:
         return cls(base.source(), where=where, **options)
 
     _merged = False
+    _fingerprint = ""  # of weights that are only on a GPU
 
     def __reduce__(self) -> NoReturn:
         raise WhetTypeError(
@@ -701,9 +702,13 @@ class Engine:
         evicted when a call needs memory; kv_page_bytes; kv_state_bytes: pages of the state of a sequence's convolutions
         and linear attention; workspace_bytes; kv_committed_bytes and workspace_committed_bytes: memory committed by the
         operating system for pages used since the last release; draft_bytes: weights of the draft model and committed
-        memory of its keys, values and workspace.
+        memory of its keys, values and workspace; gpu_bytes: all buffers on a GPU.
         """
-        return self._calls.use("Engine.memory").memory()
+        memory = self._calls.use("Engine.memory").memory()
+        if self._program is None:
+            return {**memory, "gpu_bytes": 0}
+        weights_bytes = memory["weights_bytes"] if self.base else 0
+        return {**memory, "weights_bytes": weights_bytes, "gpu_bytes": self._program.nbytes}
 
     @property
     def drafts(self) -> tuple[int, int]:
@@ -760,7 +765,8 @@ class Engine:
             return
         if self.base is not None:
             yield from self.base.memory_blocks()
-        weights = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []
+        has_weights = self.base is None and self._calls.unusable != _RELEASED and self._program is None
+        weights = ["weights_bytes"] if has_weights else []
         if self.draft is not None:
             yield from self.draft.memory_blocks()
         for part, *names in (
@@ -773,12 +779,16 @@ class Engine:
     def fingerprint(self) -> str:
         """Return a digest of the current weights, in hexadecimal; equal weights in equal formats have equal digests."""
         weights = self._calls.use("Engine.fingerprint").weights
+        return self._fingerprint or self._digest_weights(weights)
+
+    def _digest_weights(self, weights: Any) -> str:
         slots = (f"{slot} {format} {weights.checksum(slot):x}" for slot, format in self.formats.items())
         return hashlib.sha256("\n".join(slots).encode()).hexdigest()
 
     def close(self) -> None:
         """Free all memory and end the calls in progress. Idempotent."""
         self._calls.close()
+        self._program = None
 
     def __enter__(self) -> Engine:
         return self
@@ -813,6 +823,9 @@ class Engine:
                     defer_slices(core.weights, deferred)
                 if self._program is not None and not (version and is_packed):
                     self._program.upload()
+                    if self.base is None:
+                        self._fingerprint = self._digest_weights(core.weights)
+                        core.weights.release()
                 calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 

@@ -19,7 +19,7 @@ def open_device(where: str) -> Any:
         WhetError: ``wgpu`` is missing, or it finds no GPU.
     """
     try:
-        return _open()
+        return _open(os.getpid())
     except ImportError:
         raise WhetError(f"{where}: device is 'gpu', which needs wgpu. Install it: pip install 'whet[gpu]'.") from None
     except RuntimeError as error:
@@ -31,7 +31,7 @@ def open_device(where: str) -> Any:
 
 
 @cache
-def _open() -> Any:
+def _open(pid: int) -> Any:
     import wgpu
     from wgpu.backends.wgpu_native.extras import set_instance_extras
 

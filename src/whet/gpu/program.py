@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet import _core
-from whet.errors import WhetValueError
+from whet.errors import WhetError, WhetValueError
 
 MAX_HEADS = 64
 """Rows of logits that are computed at once: the core's kHeadTile."""
@@ -26,7 +28,22 @@ class Dispatch(NamedTuple):
     """Rows of a workgroup, pipeline (None: skip), bind group: the first with all rows is used, or the last."""
     groups: int
     count: str
-    """The rows: "tokens", "experts" (those of each token), "heads" or "one"."""
+    """The rows: "tokens", "experts" (the chosen ones of each token), "heads" or "one"."""
+
+
+@contextmanager
+def _explained(where: str, pid: int = 0) -> Iterator[None]:
+    """Explain errors of the GPU; ``pid``: the process that opened it, or 0."""
+    from wgpu import GPUError, GPUOutOfMemoryError
+
+    if pid not in (0, os.getpid()):
+        raise WhetError(f"{where}: the process has been forked, and a GPU belongs to its parent. Make a new engine.")
+    try:
+        yield
+    except GPUOutOfMemoryError:
+        raise WhetError(f"{where}: the GPU's memory is full. Lower kv_bytes or max_batch, or omit device.") from None
+    except GPUError as error:
+        raise WhetError(f"{where}: the GPU failed: {error}. Call again, or make a new engine.") from error
 
 
 class Pass(NamedTuple):
@@ -73,17 +90,19 @@ class Program:
             raise WhetValueError(
                 f"{where}: device is 'gpu', which has no kernel for {error}. Use the CPU: omit device."
             ) from None
+        self._where, self._pid = where, os.getpid()
         self._rows = {"hidden": max_rows, "recorded": max_rows, "logits": MAX_HEADS}
         self._n_used_experts = n_used_experts
         self._made: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
         listed = plan.buffers
-        self._buffers = [self._make_buffer(*each) for each in listed]
+        with _explained(where):
+            self._buffers = [self._make_buffer(*each) for each in listed]
+            pipelines = [self._pipeline(*each) for each in plan.pipelines]
+            self._dispatches = {
+                name: [self._make_dispatch(self._buffers, pipelines, *each) for each in getattr(plan, name)]
+                for name in ("write_pages", "forward", "head")
+            }
         self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
-        pipelines = [self._pipeline(*each) for each in plan.pipelines]
-        self._dispatches = {
-            name: [self._make_dispatch(self._buffers, pipelines, *each) for each in getattr(plan, name)]
-            for name in ("write_pages", "forward", "head")
-        }
         self._points = {after: i for i, after in enumerate(plan.adapter_points)}
         self._adapters: dict[int, list[list[Dispatch]]] = {}  # by number: the dispatches of each point
         self._pending: list[Any] = []  # commands that are not yet submitted
@@ -97,8 +116,9 @@ class Program:
 
     def upload(self) -> None:
         """Copy the weights from the core's memory."""
-        for buffer, offset, data in self.plan.uploads:
-            self._device.queue.write_buffer(self._buffers[buffer], offset, data)
+        with self._use():
+            for buffer, offset, data in self.plan.uploads:
+                self._device.queue.write_buffer(self._buffers[buffer], offset, data)
 
     # ------------------------------------------------------------------ called by the core
 
@@ -111,15 +131,16 @@ class Program:
         points: list[list[tuple[Any, ...]]],
     ) -> None:
         """Copy an adapter, whose dispatches add to the products of the plan's points."""
-        made = [self._make_buffer(*each) for each in buffers]
-        everything = self._buffers + made
-        for buffer, offset, data in uploads:
-            self._device.queue.write_buffer(everything[buffer], offset, data)
-        self._device.queue.write_buffer(made[0], 0, np.array([number], np.int32))
-        compiled = [self._pipeline(*each) for each in pipelines]
-        self._adapters[number] = [
-            [self._make_dispatch(everything, compiled, *each) for each in dispatches] for dispatches in points
-        ]
+        with self._use():
+            made = [self._make_buffer(*each) for each in buffers]
+            everything = self._buffers + made
+            for buffer, offset, data in uploads:
+                self._device.queue.write_buffer(everything[buffer], offset, data)
+            self._device.queue.write_buffer(made[0], 0, np.array([number], np.int32))
+            compiled = [self._pipeline(*each) for each in pipelines]
+            self._adapters[number] = [
+                [self._make_dispatch(everything, compiled, *each) for each in dispatches] for dispatches in points
+            ]
 
     def remove_adapter(self, number: int) -> None:
         """Free an adapter."""
@@ -128,13 +149,14 @@ class Program:
 
     def write_pages(self, writes: np.ndarray) -> None:
         """Copy pages: (page, source) of each, in order."""
-        self._submit()
-        for begin in range(0, len(writes), 2 * _MAX_WRITES):
-            part = writes[begin : begin + 2 * _MAX_WRITES]
-            self._write("writes", part)
-            self._write("params", np.array([len(part) // 2], np.uint32), 8)
-            self._run(Pass("write_pages", 1))
+        with self._use():
             self._submit()
+            for begin in range(0, len(writes), 2 * _MAX_WRITES):
+                part = writes[begin : begin + 2 * _MAX_WRITES]
+                self._write("writes", part)
+                self._write("params", np.array([len(part) // 2], np.uint32), 8)
+                self._run(Pass("write_pages", 1))
+                self._submit()
 
     def forward(
         self,
@@ -147,43 +169,51 @@ class Program:
         embedded: np.ndarray,
     ) -> None:
         """Compute the hidden states of the tokens of a step."""
-        self._submit()
+        inputs = {
+            "tokens": tokens,
+            "page_table": page_table,
+            "runs": runs,
+            "rotation": rotation,
+            "local_rotation": local_rotation,
+            "query_scales": query_scales,
+            "embedded": embedded,
+        }
         n = len(tokens) // 4
-        self._write("params", np.array([n], np.uint32))
-        for name, values in (
-            ("tokens", tokens),
-            ("page_table", page_table),
-            ("runs", runs),
-            ("rotation", rotation),
-            ("local_rotation", local_rotation),
-            ("query_scales", query_scales),
-            ("embedded", embedded),
-        ):
-            self._write(name, values)
-        self._step = Pass("forward", n, tuple(sorted(set(tokens[3::4].tolist()) - {0})))
-        self._run(self._step)
+        with self._use():
+            self._submit()
+            self._write("params", np.array([n], np.uint32))
+            for name, values in inputs.items():
+                self._write(name, values)
+            self._step = Pass("forward", n, tuple(sorted(set(tokens[3::4].tolist()) - {0})))
+            self._run(self._step)
 
     def read_hidden(self, token: int) -> memoryview:
         """Return the hidden state of a token of the step."""
-        return self._read("hidden", token, 1)
+        with self._use():
+            return self._read("hidden", token, 1)
 
     def read_experts(self, n: int) -> memoryview:
         """Return the experts that a mixture's layers chose for the first n tokens of the step."""
-        return self._read("recorded", 0, n)
+        with self._use():
+            return self._read("recorded", 0, n)
 
     def logits(self, rows: np.ndarray, hidden: np.ndarray) -> memoryview:
         """Return the logits of the hidden states of the step's tokens ``rows``; -1: of the row in ``hidden``."""
         n = len(rows)
-        self._write("params", np.array([n], np.uint32), 4)
-        self._write("head_rows", rows)
-        self._write("head_in", hidden)
-        self._run(head := Pass("head", n))
-        self._submit()
-        # Most steps are like the one before. Encoding takes milliseconds, in which the GPU computes.
-        self._ahead = {each: self._ahead.get(each) or self._encode(each) for each in (self._step, head)}
-        return self._read("logits", 0, n)
+        with self._use():
+            self._write("params", np.array([n], np.uint32), 4)
+            self._write("head_rows", rows)
+            self._write("head_in", hidden)
+            self._run(head := Pass("head", n))
+            self._submit()
+            # Most steps are like the one before. Encoding takes milliseconds, in which the GPU computes.
+            self._ahead = {each: self._ahead.get(each) or self._encode(each) for each in (self._step, head)}
+            return self._read("logits", 0, n)
 
     # ------------------------------------------------------------------ private
+
+    def _use(self) -> AbstractContextManager[None]:
+        return _explained(self._where, self._pid)
 
     def _make_buffer(self, name: str, n_bytes: int) -> Any:
         from wgpu import BufferUsage
@@ -192,7 +222,7 @@ class Program:
         return self._device.create_buffer(size=-(-n_bytes // 4) * 4, usage=usage, label=name)
 
     def _list_dispatches(self, of: Pass) -> Iterator[Dispatch]:
-        """Yield the dispatches of a pass, with those of adapters after the products that they add to."""
+        """Yield the dispatches of a pass; the dispatches of adapters follow the products that they add to."""
         for i, dispatch in enumerate(self._dispatches[of.name], 1):
             yield dispatch
             if of.adapters and (point := self._points.get(i)) is not None:
