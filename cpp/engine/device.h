@@ -13,6 +13,13 @@ struct HeadInput {
     const float* hidden;  // null: the token's
 };
 
+// A draw from the whole distribution.
+struct PlainDraw {
+    float temperature;  // 0: greedy
+    double uniform;
+    bool model_logprobs;  // report the log-prob at temperature 1
+};
+
 class Device {
 public:
     virtual ~Device() = default;
@@ -21,6 +28,8 @@ public:
     // `runs`: with recurrent mixers, the runs of all tokens. Writes the chosen experts of a mixture to `memory`.
     virtual void forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) = 0;
     virtual void read_hidden(std::span<const HiddenTask> tasks) = 0;
+    // Draws a token after each of n hidden states, as draw_token() does.
+    virtual void draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) = 0;
     // Computes the logits (n, vocab_size) of n hidden states.
     virtual void logits(std::span<const HeadInput> inputs, float* out) = 0;
 };

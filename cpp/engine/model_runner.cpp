@@ -15,12 +15,29 @@ namespace {
 
 constexpr size_t kHeadTile = 64;  // rows of logits per tile
 
+HeadInput head_input(const StepPlan& plan, size_t head) {
+    const size_t n_draws = plan.draws.size();
+    if (head < n_draws) return {plan.draws[head].token, plan.draws[head].hidden};
+    return {plan.scores[head - n_draws].token, plan.scores[head - n_draws].hidden};
+}
+
+// Whether a draw is from the whole distribution, and only its token and log-prob are needed.
+bool is_plain(const DrawTask& draw, size_t vocab_size) {
+    const Sampling& s = *draw.sampling;
+    const History& history = draw.history;
+    const bool filters = (s.top_k > 0 && static_cast<size_t>(s.top_k) < vocab_size) || s.top_p < 1 || s.min_p > 0;
+    const bool adjusts = (history.seen != nullptr && s.repetition_penalty != 1) || !history.generated.empty() ||
+                         !history.banned.empty() || history.allowed != nullptr || !s.logit_bias.empty();
+    return s.top_logprobs == 0 && draw.kept == nullptr && !adjusts && (!filters || s.temperature == 0);
+}
+
 }  // namespace
 
 ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch, Device* device)
     : transformer_(transformer), device_(device), head_tile_(std::min(kHeadTile, std::max(max_batch, size_t{16}))) {
     drawn_.resize(max_batch + kMaxStepDrafts);
     head_inputs_.reserve(head_tile_);
+    heads_.reserve(2 * max_batch);
     head_in_.resize(head_tile_ * transformer.config().hidden_dim);
     logits_.resize(head_tile_ * transformer.config().vocab_size);
 }
@@ -74,19 +91,22 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
     if (scratch_.size() < threads * scratch + 64) scratch_.resize(threads * scratch + 64);
     auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
     const size_t n_draws = plan.draws.size(), n_heads = n_draws + plan.scores.size();
-    const auto input_of = [&](size_t head) -> HeadInput {
-        if (head < n_draws) return {plan.draws[head].token, plan.draws[head].hidden};
-        return {plan.scores[head - n_draws].token, plan.scores[head - n_draws].hidden};
-    };
-    for (size_t begin = 0; begin < n_heads; begin += head_tile_) {
-        const size_t n = std::min(head_tile_, n_heads - begin);
+    heads_.clear(), device_heads_.clear();
+    for (size_t head = 0; head < n_heads; ++head) {
+        const bool is_drawn_there =
+            kIsComplete && device_ != nullptr && head < n_draws && is_plain(plan.draws[head], vocab_size);
+        (is_drawn_there ? device_heads_ : heads_).push_back(head);
+    }
+    if (kIsComplete && !device_heads_.empty()) draw_on_device(plan);
+    for (size_t begin = 0; begin < heads_.size(); begin += head_tile_) {
+        const size_t n = std::min(head_tile_, heads_.size() - begin);
         head_inputs_.clear();
-        for (size_t i = 0; i < n; ++i) head_inputs_.push_back(input_of(begin + i));
+        for (size_t i = 0; i < n; ++i) head_inputs_.push_back(head_input(plan, heads_[begin + i]));
         logits(head_inputs_, hidden);
         std::atomic<size_t> next{0};
         auto task = [&](size_t t) {  // one per thread, with its scratch memory
             for (size_t i = next++; i < n; i = next++) {
-                const size_t head = begin + i;
+                const size_t head = heads_[begin + i];
                 float* logits = logits_.data() + i * vocab_size;
                 if (head >= n_draws) {
                     score(plan.scores[head - n_draws], logits, aligned + t * scratch);
@@ -98,6 +118,21 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
             }
         };
         parallel_for(std::min(threads, n), task);
+    }
+}
+
+void ModelRunner::draw_on_device(const StepPlan& plan) {
+    std::vector<Drawn> found(head_tile_);
+    for (size_t begin = 0; begin < device_heads_.size(); begin += head_tile_) {
+        const size_t n = std::min(head_tile_, device_heads_.size() - begin);
+        head_inputs_.clear(), plain_draws_.clear();
+        for (size_t i = 0; i < n; ++i) {
+            const DrawTask& draw = plan.draws[device_heads_[begin + i]];
+            head_inputs_.push_back(head_input(plan, device_heads_[begin + i]));
+            plain_draws_.push_back({draw.sampling->temperature, draw.uniform, draw.sampling->model_logprobs});
+        }
+        device_->draw(head_inputs_, plain_draws_, found.data());
+        for (size_t i = 0; i < n; ++i) drawn_[device_heads_[begin + i]] = found[i];
     }
 }
 

@@ -203,8 +203,8 @@ private:
     Pipelines pipelines_{plan_.pipelines};
     std::vector<uint32_t> caches_, states_;  // of the layers
     uint32_t params_, tokens_, page_table_, runs_, mixed_, writes_, rotation_, local_rotation_, query_scales_,
-        head_rows_, hidden_, head_in_, logits_, none_, x_, qkv_, attended_, up_, delta_, probabilities_, chosen_,
-        chosen_weights_, shared_gates_, recorded_, embedded_, layer_inputs_, expert_up_, expert_out_;
+        head_rows_, hidden_, head_in_, logits_, draws_, drawn_, none_, x_, qkv_, attended_, up_, delta_, probabilities_,
+        chosen_, chosen_weights_, shared_gates_, recorded_, embedded_, layer_inputs_, expert_up_, expert_out_;
 
     uint32_t add_buffer(std::string name, size_t bytes, const void* data = nullptr) {
         if (bytes > limits_.binding_bytes) reject("a buffer of " + std::to_string(bytes) + " bytes (" + name + ")");
@@ -254,6 +254,8 @@ private:
         hidden_ = add_floats("hidden", rows * d);
         head_in_ = add_floats("head_in", limits_.max_heads * d);
         logits_ = add_floats("logits", limits_.max_heads * c_.vocab_size);
+        draws_ = add_floats("draws", 4 * limits_.max_heads);
+        drawn_ = add_floats("drawn", 2 * limits_.max_heads);
         none_ = add_floats("none", 0);
         x_ = add_floats("x", rows * d);
         qkv_ = add_floats("qkv", rows * c_.widest_mixer_in());
@@ -589,6 +591,7 @@ private:
             Count::kHeads);
         product(plan_.head, weights_.output(), weights_.head.bias, {head_in_, c_.hidden_dim}, logits_, Count::kHeads,
                 false, 1.0, double{c_.logits_softcap});
+        add(plan_.draw, {"draw"}, Constants().add("N", c_.vocab_size), {logits_, draws_, drawn_}, 1, Count::kHeads);
     }
 };
 

@@ -76,7 +76,7 @@ struct Plan {
     std::vector<Buffer> buffers;  // named ones are the inputs and results: see make_plan()
     std::vector<Upload> uploads;
     std::vector<Pipeline> pipelines;
-    std::vector<Dispatch> write_pages, forward, head;
+    std::vector<Dispatch> write_pages, forward, head, draw;
     std::vector<AdapterPoint> adapter_points;
     uint32_t params, tokens, none;  // buffers
     double norm_eps;
@@ -107,10 +107,13 @@ struct Limits {
 //  - writes: PageWrites
 //  - rotation, local_rotation: cosines, then sines, of each token
 //  - query_scales: of each token
+//  - draws: per row of logits that is drawn from, 1 / temperature (0: greedy), the uniform number, and 1 / temperature
+//    of the reported log-prob
 //  - head_rows: per row of logits, the token with the hidden state, or -1: the host writes it to head_in
 //
-// Results: hidden (max_rows, hidden_dim), head_in (max_heads, hidden_dim), logits (max_heads, vocab_size), and the
-// recorded experts (max_rows, mixture layers, n_used_experts).
+// Results: drawn (max_heads, 2), the token and the bits of its log-prob; hidden (max_rows, hidden_dim), head_in
+// (max_heads, hidden_dim), logits (max_heads, vocab_size), and the recorded experts (max_rows, mixture layers,
+// n_used_experts).
 //
 // Throws std::invalid_argument for what has no kernel, named.
 Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits);

@@ -216,6 +216,7 @@ class GpuPlan:
     write_pages: list[tuple[Any, ...]]
     forward: list[tuple[Any, ...]]
     head: list[tuple[Any, ...]]
+    draw: list[tuple[Any, ...]]
     adapter_points: list[int]
     def __init__(
         self,

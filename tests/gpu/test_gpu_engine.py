@@ -265,3 +265,29 @@ def test_a_forked_process_needs_a_new_engine():
     gpu, _ = pair_of(tiny_model("llama"))
     gpu._program._pid += 1  # as in a child
     assert_raises(WhetError, ("forked", "Make a new engine"), gpu.logprobs, rows_of((5,)))
+
+
+def test_infinite_logits_are_an_error():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    messages = []
+    for engine in pair_of(model):
+        with pytest.raises(WhetError, match="contain NaN") as raised:
+            engine.generate([[5, 6]], 1, SamplingParams(max_new_tokens=3))
+        messages.append(str(raised.value))
+        assert engine.memory["kv_used_bytes"] == 0
+    assert messages[0] == messages[1]
+
+
+def test_draws_on_the_gpu_follow_the_distribution():
+    gpu, cpu = pair_of(blocks_model(), kv_bytes=1 << 24, max_batch=64)
+    for sampling in (
+        SamplingParams(max_new_tokens=1, temperature=0.7),
+        SamplingParams(max_new_tokens=1, temperature=2.0),
+    ):
+        for mode in ("sampling", "model"):
+            ours, theirs = (e.generate([[5, 6]], 300, sampling, logprobs_mode=mode)[0] for e in (gpu, cpu))
+            assert [list(a.token_ids) for a in ours] == [list(b.token_ids) for b in theirs]
+            np.testing.assert_allclose([a.logprobs for a in ours], [b.logprobs for b in theirs], atol=TOLERANCE)
+            assert len({a.token_ids[0] for a in ours}) > 50

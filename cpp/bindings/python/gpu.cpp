@@ -165,21 +165,38 @@ void HostDevice::read_hidden(std::span<const HiddenTask> tasks) {
     for (const HiddenTask& task : tasks) copy_bytes(program_.attr("read_hidden")(task.token), task.hidden, bytes);
 }
 
-void HostDevice::logits(std::span<const HeadInput> inputs, float* out) {
+nb::tuple HostDevice::head_inputs(std::span<const HeadInput> inputs) const {
     const size_t d = config_.hidden_dim;
     std::vector<int32_t> rows;
-    std::vector<float> hidden(inputs.size() * d);
-    bool has_stored = false;
+    std::vector<float> hidden;
     for (size_t i = 0; i < inputs.size(); ++i) {
         const float* stored = inputs[i].hidden;
         rows.push_back(stored != nullptr ? -1 : static_cast<int32_t>(inputs[i].token));
-        if (stored != nullptr) std::copy_n(stored, d, hidden.data() + i * d);
-        has_stored |= stored != nullptr;
+        if (stored == nullptr) continue;
+        hidden.resize(inputs.size() * d);
+        std::copy_n(stored, d, hidden.data() + i * d);
     }
-    if (!has_stored) hidden.clear();
+    return nb::make_tuple(array_of(DType::kInt32, rows), array_of(DType::kFloat32, hidden));
+}
+
+void HostDevice::draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) {
+    static_assert(sizeof(Drawn) == 8);
+    std::vector<float> settings;
+    for (const PlainDraw& draw : draws) {
+        const float scale = draw.temperature > 0 ? 1 / draw.temperature : 0.0f;
+        const float reported = draw.model_logprobs || scale == 0 ? 1.0f : scale;
+        settings.insert(settings.end(), {scale, static_cast<float>(draw.uniform), reported, 0.0f});
+    }
     const AcquiredGil gil;
-    const nb::object logits = program_.attr("logits")(array_of(DType::kInt32, rows), array_of(DType::kFloat32, hidden));
-    copy_bytes(logits, out, inputs.size() * config_.vocab_size * sizeof(float));
+    const nb::tuple heads = head_inputs(inputs);
+    const nb::object drawn = program_.attr("draw")(heads[0], heads[1], array_of(DType::kFloat32, settings));
+    copy_bytes(drawn, out, inputs.size() * sizeof(Drawn));
+}
+
+void HostDevice::logits(std::span<const HeadInput> inputs, float* out) {
+    const AcquiredGil gil;
+    const nb::tuple heads = head_inputs(inputs);
+    copy_bytes(program_.attr("logits")(heads[0], heads[1]), out, inputs.size() * config_.vocab_size * sizeof(float));
 }
 
 void bind_gpu(nb::module_& m) {
@@ -193,6 +210,7 @@ void bind_gpu(nb::module_& m) {
         .def_prop_ro("write_pages", [](const gpu::Plan& plan) { return dispatches_of(plan.write_pages); })
         .def_prop_ro("forward", [](const gpu::Plan& plan) { return dispatches_of(plan.forward); })
         .def_prop_ro("adapter_points", [](const gpu::Plan& plan) { return points_of(plan.adapter_points); })
+        .def_prop_ro("draw", [](const gpu::Plan& plan) { return dispatches_of(plan.draw); })
         .def_prop_ro("head", [](const gpu::Plan& plan) { return dispatches_of(plan.head); });
     m.def("gpu_pages", &pages_call, arg("weights"), nb::kw_only(), arg("kv_type"), arg("kv_bytes"),
           arg("binding_bytes"));

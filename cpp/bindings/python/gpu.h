@@ -24,6 +24,7 @@ public:
     void write_pages(std::span<const PageWrite> writes) override;
     void forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) override;
     void read_hidden(std::span<const HiddenTask> tasks) override;
+    void draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) override;
     void logits(std::span<const HeadInput> inputs, float* out) override;
 
 private:
@@ -34,6 +35,8 @@ private:
     std::map<const Adapter*, int32_t> adapters_;  // their numbers
     gpu::Inputs inputs_;
 
+    // Tokens of the inputs, or -1, and stored hidden states: none, or a row for each input.
+    nanobind::tuple head_inputs(std::span<const HeadInput> inputs) const;
     void record_experts(std::span<const InputToken> tokens, KvMemory& memory);
 };
 

@@ -91,7 +91,7 @@ class Program:
                 f"{where}: device is 'gpu', which has no kernel for {error}. Use the CPU: omit device."
             ) from None
         self._where, self._pid = where, os.getpid()
-        self._rows = {"hidden": max_rows, "recorded": max_rows, "logits": MAX_HEADS}
+        self._rows = {"hidden": max_rows, "recorded": max_rows, "logits": MAX_HEADS, "drawn": MAX_HEADS}
         self._n_used_experts = n_used_experts
         self._made: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
         listed = plan.buffers
@@ -100,7 +100,7 @@ class Program:
             pipelines = [self._pipeline(*each) for each in plan.pipelines]
             self._dispatches = {
                 name: [self._make_dispatch(self._buffers, pipelines, *each) for each in getattr(plan, name)]
-                for name in ("write_pages", "forward", "head")
+                for name in ("write_pages", "forward", "head", "draw")
             }
         self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
         self._points = {after: i for i, after in enumerate(plan.adapter_points)}
@@ -197,20 +197,32 @@ class Program:
         with self._use():
             return self._read("recorded", 0, n)
 
+    def draw(self, rows: np.ndarray, hidden: np.ndarray, draws: np.ndarray) -> memoryview:
+        """Return a token and its log-prob after each hidden state, see ``logits``."""
+        with self._use():
+            self._write("draws", draws)
+            self._run_heads(rows, hidden, "head", "draw")
+            return self._read("drawn", 0, len(rows))
+
     def logits(self, rows: np.ndarray, hidden: np.ndarray) -> memoryview:
         """Return the logits of the hidden states of the step's tokens ``rows``; -1: of the row in ``hidden``."""
-        n = len(rows)
         with self._use():
-            self._write("params", np.array([n], np.uint32), 4)
-            self._write("head_rows", rows)
-            self._write("head_in", hidden)
-            self._run(head := Pass("head", n))
-            self._submit()
-            # Most steps are like the one before. Encoding takes milliseconds, in which the GPU computes.
-            self._ahead = {each: self._ahead.get(each) or self._encode(each) for each in (self._step, head)}
-            return self._read("logits", 0, n)
+            self._run_heads(rows, hidden, "head")
+            return self._read("logits", 0, len(rows))
 
     # ------------------------------------------------------------------ private
+
+    def _run_heads(self, rows: np.ndarray, hidden: np.ndarray, *names: str) -> None:
+        n = len(rows)
+        self._write("params", np.array([n], np.uint32), 4)
+        self._write("head_rows", rows)
+        self._write("head_in", hidden)
+        passes = [Pass(name, n) for name in names]
+        for each in passes:
+            self._run(each)
+        self._submit()
+        # Most steps are like the one before. Encoding takes milliseconds, in which the GPU computes.
+        self._ahead = {each: self._ahead.get(each) or self._encode(each) for each in (self._step, *passes)}
 
     def _use(self) -> AbstractContextManager[None]:
         return _explained(self._where, self._pid)
