@@ -109,10 +109,10 @@ class Engine:
         expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
             that stay packed after a step, the most recently used; 0: all.
         device: "cpu"; or "gpu", through WebGPU (``pip install 'whet[gpu]'``), with the weights in the GPU's memory (a
-            packed base also stays in the process's) and activations in float32. Tokens are drawn
-            with the same random numbers: they are the CPU's with float32 activations, except where rounding decides.
-            "The same bits" is a promise of the CPU only. What has no kernel is refused: kv_dtype "q8", heads of more than 256
-            elements, and adapters with norms or of experts.
+            packed base also stays in the process's) and activations in float32. Tokens are drawn with the same random
+            numbers: they are the CPU's with float32 activations, except where rounding decides. "The same bits" is a
+            promise of the CPU only. What has no kernel is refused: kv_dtype "q8", heads of more than 256 elements, and
+            adapters with norms or of experts.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
             ``whet.models.tokenizers.read_tokenizer``, or the path of a folder or GGUF file with one, which is read when
             stop is first used. Default in ``from_pretrained`` and ``from_gguf``: the model's.
