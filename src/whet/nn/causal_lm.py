@@ -41,8 +41,9 @@ from whet.nn.linear_logprobs import Kept, linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
 from whet.nn.replay import replay_experts
 
-_CHUNK_ELEMENTS = 1 << 20
-"""Logits converted to float32 at a time: 4 MiB, which fit in a core's cache."""
+_CHUNK_ELEMENTS, _DEVICE_CHUNK_ELEMENTS = 1 << 20, 1 << 26
+"""Logits converted to float32 at a time: 4 MiB, which fit in a core's cache; 256 MiB on a device, where the start of a
+kernel takes microseconds."""
 
 
 class CompletionLogprobs(NamedTuple):
@@ -406,8 +407,9 @@ def _forward_parameters(model: nn.Module) -> set[str]:
     return set(inspect.signature(inner_module(model).forward).parameters)
 
 
-def _chunks(n_tokens: int, vocab_size: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_ELEMENTS // vocab_size)
+def _chunks(n_tokens: int, logits: Tensor) -> Iterator[slice]:
+    elements = _CHUNK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+    step = max(1, elements // logits.shape[2])
     return (slice(start, start + step) for start in range(0, n_tokens, step))
 
 
@@ -436,7 +438,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(token_ids.shape, dtype=dtype, device=logits.device)
         log_z = torch.empty(len(rows), dtype=dtype, device=logits.device)
         entropy, mean = (torch.empty_like(log_z) if wanted else None for wanted in (with_entropy, with_mean))
-        for part in _chunks(len(rows), logits.shape[2]):
+        for part in _chunks(len(rows), logits):
             z = _kept_logits(logits[rows[part], columns[part]].to(dtype).div_(temperature), kept, part)
             log_z[part] = torch.logsumexp(z, dim=-1)
             logprobs[part] = z.gather(-1, token_ids[part]) - log_z[part, None]
@@ -458,7 +460,7 @@ class _TokenLogprobs(torch.autograd.Function):
         scale, of_entropy, of_mean = (None if each is None else each / ctx.temperature for each in grad_outputs)
         scale = log_z.new_zeros(token_ids.shape) if scale is None else scale
         grad = torch.zeros_like(logits)
-        for part in _chunks(len(rows), logits.shape[2]):
+        for part in _chunks(len(rows), logits):
             z = _kept_logits(logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature), ctx.kept, part)
             log_p, factor = z.sub_(log_z[part, None]), scale[part].sum(1, keepdim=True)
             if of_entropy is not None:

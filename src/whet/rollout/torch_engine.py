@@ -440,7 +440,8 @@ class _Decoding:
                 self.rows[i].kept.append(KeptTokens.from_ids([np.flatnonzero(kept)], len(kept)))
         self.n_steps += 1
         self.live = []
-        for i, token, logprob in zip(live, token_ids.tolist(), logprobs.tolist(), strict=True):
+        # One transfer from the device per step; float32 has all ids below 2^24.
+        for i, (token, logprob) in zip(live, torch.stack((token_ids.float(), logprobs), 1).tolist(), strict=True):
             row = self.rows[i]
             if math.isnan(logprob):
                 raise WhetValueError(
@@ -448,7 +449,7 @@ class _Decoding:
                     f"{row.sample_index}, token {len(row.token_ids)} contain NaN or +inf, or are all -inf. "
                     f"Check the model's weights for NaN."
                 )
-            row.token_ids.append(token)
+            row.token_ids.append(int(token))
             row.logprobs.append(logprob)
             if not row.has_stopped(sampling) and len(row.token_ids) < row.budget:
                 self.live.append(i)
