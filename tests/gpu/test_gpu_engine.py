@@ -91,6 +91,18 @@ def dequantised(model: Any, base: Any) -> Any:
     return model
 
 
+def test_a_step_reads_every_weight_once():
+    """The model of docs/gpu.md: the bytes of a decode step are the weights' bytes."""
+    gpu, cpu = pair_of(blocks_model())
+    plan = gpu._program.plan
+    sizes = [n_bytes for _, n_bytes in plan.buffers]
+    weights = {i for i, (name, _) in enumerate(plan.buffers) if name == "weights"}
+    # Of the embedding, which is also the head, the first dispatch reads one row.
+    read = [i for variants, *_ in [*plan.forward[1:], *plan.head] for i in variants[0][2] if i in weights]
+    assert sorted(read) == sorted(weights)
+    assert sum(sizes[i] for i in read) == pytest.approx(cpu.memory["weights_bytes"], rel=0.01)  # which has norms too
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_has_the_scores_of_its_float32_weights(format):
     model = blocks_model()
