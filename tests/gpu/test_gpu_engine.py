@@ -97,7 +97,7 @@ def test_a_step_reads_every_weight_once():
     plan = gpu._program.plan
     sizes = [n_bytes for _, n_bytes in plan.buffers]
     weights = {i for i, (name, _) in enumerate(plan.buffers) if name == "weights"}
-    # Of the embedding, which is also the head, the first dispatch reads one row.
+    # The first dispatch reads one row of the embedding, which is also the head.
     read = [i for variants, *_ in [*plan.forward[1:], *plan.head] for i in variants[0][2] if i in weights]
     assert sorted(read) == sorted(weights)
     assert sum(sizes[i] for i in read) == pytest.approx(cpu.memory["weights_bytes"], rel=0.01)  # which has norms too
