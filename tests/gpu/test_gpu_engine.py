@@ -230,6 +230,9 @@ def test_refusals(monkeypatch):
     make = Engine.from_model
     assert_raises(WhetValueError, ("device", "'cuda'", "cpu, gpu"), make, model, device="cuda")
     assert_raises(WhetValueError, ("kv_dtype q8", "omit device"), make, model, device="gpu", kv_dtype="q8")
+    mixture = tiny_model("qwen3_moe")
+    facts = ("expert_bytes", "on a GPU all experts")
+    assert_raises(WhetValueError, facts, make, mixture, device="gpu", expert_bytes=1 << 20)
     mixture = make(tiny_model("qwen3_moe"), device="gpu", **SMALL)
     experts = with_lora(tiny_model("qwen3_moe"), target_modules=[], target_parameters=["mlp.experts.down_proj"])
     assert_raises(WhetValueError, ("adapters of experts", "omit device"), mixture.add_adapter, experts)
@@ -243,6 +246,8 @@ def test_memory_of_the_gpu_is_counted_and_freed():
     assert cpu.memory["gpu_bytes"] == 0 < cpu.memory["weights_bytes"] < gpu.memory["gpu_bytes"]
     assert gpu.memory["weights_bytes"] == 0  # released after the copy
     assert gpu.fingerprint() == cpu.fingerprint()
+    assert gpu.release_weights() == 0
+    assert_same_scores(gpu, cpu, rows_of((5,)))
     program_of_gpu = weakref.ref(gpu._program)
     gpu.close()
     gc.collect()

@@ -170,6 +170,10 @@ class Engine:
         self.base = source.base
         packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
         self.formats = packed.formats
+        if expert_bytes and device != "cpu":
+            raise WhetValueError(
+                f"{where}: expert_bytes is {expert_bytes}, and on a GPU all experts stay in its memory. Omit one of them."
+            )
         self.draft = None if draft is None else open_draft(draft, source.config, tokenizer, where)
         slices = list_slices(source, where)
         if expert_bytes and not split_deferrable(slices, self.formats)[1]:
@@ -738,7 +742,7 @@ class Engine:
         """Return the memory of the weights to the operating system until the next ``sync``, which packs them again.
 
         A full training step can use it for gradients. A no-op if ``sync`` does not replace the weights: on a packed
-        base, and with separate adapters.
+        base, and with separate adapters; and on a GPU, whose engine has no weights in the process's memory.
 
         Returns:
             The released bytes.
@@ -749,7 +753,7 @@ class Engine:
         where = "Engine.release_weights"
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
-            if self.base is not None or self._stored is not None:
+            if self.base is not None or self._stored is not None or self._program is not None:
                 return 0
             self._calls.unusable = _RELEASED
             return self._calls.use(where).weights.release()
