@@ -172,7 +172,7 @@ class Engine:
         self.formats = packed.formats
         if expert_bytes and device != "cpu":
             raise WhetValueError(
-                f"{where}: expert_bytes is {expert_bytes}, and on a GPU all experts stay in its memory. Omit one of them."
+                f"{where}: expert_bytes is {expert_bytes}, and on a GPU all experts stay in memory. Omit one of them."
             )
         self.draft = None if draft is None else open_draft(draft, source.config, tokenizer, where)
         slices = list_slices(source, where)
