@@ -21,6 +21,12 @@ HeadInput head_input(const StepPlan& plan, size_t head) {
     return {plan.scores[head - n_draws].token, plan.scores[head - n_draws].hidden};
 }
 
+std::vector<HeadInput> head_inputs(const StepPlan& plan, std::span<const size_t> heads) {
+    std::vector<HeadInput> inputs;
+    for (const size_t head : heads) inputs.push_back(head_input(plan, head));
+    return inputs;
+}
+
 // Whether a draw is from the whole distribution, and only its token and log-prob are needed.
 bool is_plain(const DrawTask& draw, size_t vocab_size) {
     const Sampling& s = *draw.sampling;
@@ -36,8 +42,6 @@ bool is_plain(const DrawTask& draw, size_t vocab_size) {
 ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch, Device* device)
     : transformer_(transformer), device_(device), head_tile_(std::min(kHeadTile, std::max(max_batch, size_t{16}))) {
     drawn_.resize(max_batch + kMaxStepDrafts);
-    head_inputs_.reserve(head_tile_);
-    heads_.reserve(2 * max_batch);
     head_in_.resize(head_tile_ * transformer.config().hidden_dim);
     logits_.resize(head_tile_ * transformer.config().vocab_size);
 }
@@ -73,15 +77,18 @@ const float* ModelRunner::forward(const StepPlan& plan, KvMemory& memory) {
     return hidden;
 }
 
-// Computes a tile of logits.
-void ModelRunner::logits(std::span<const HeadInput> inputs, const float* hidden) {
-    if (kIsComplete && device_ != nullptr) return device_->logits(inputs, logits_.data());
+// Computes a tile of logits: of heads [begin, begin + n) of those that are computed here.
+void ModelRunner::logits(const StepPlan& plan, size_t begin, size_t n, const float* hidden) {
+    if (kIsComplete && device_ != nullptr) {
+        return device_->logits(head_inputs(plan, std::span(heads_).subspan(begin, n)), logits_.data());
+    }
     const size_t d = transformer_.config().hidden_dim;
     float* row = head_in_.data();
-    for (const HeadInput& input : inputs) {
+    for (size_t i = 0; i < n; ++i) {
+        const HeadInput input = head_input(plan, begin + i);
         row = std::copy_n(input.hidden != nullptr ? input.hidden : hidden + input.token * d, d, row);
     }
-    transformer_.logits(head_in_.data(), inputs.size(), logits_.data());
+    transformer_.logits(head_in_.data(), n, logits_.data());
 }
 
 void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
@@ -90,23 +97,20 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
     const size_t scratch = ceil_div(sampler_scratch_bytes(vocab_size), 64) * 64;
     if (scratch_.size() < threads * scratch + 64) scratch_.resize(threads * scratch + 64);
     auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
-    const size_t n_draws = plan.draws.size(), n_heads = n_draws + plan.scores.size();
-    heads_.clear(), device_heads_.clear();
-    for (size_t head = 0; head < n_heads; ++head) {
-        const bool is_drawn_there =
-            kIsComplete && device_ != nullptr && head < n_draws && is_plain(plan.draws[head], vocab_size);
-        (is_drawn_there ? device_heads_ : heads_).push_back(head);
+    const size_t n_draws = plan.draws.size();
+    size_t n_heads = n_draws + plan.scores.size();
+    const bool is_on_device = kIsComplete && device_ != nullptr;
+    if (is_on_device) {
+        draw_on_device(plan);
+        n_heads = heads_.size();
     }
-    if (kIsComplete && !device_heads_.empty()) draw_on_device(plan);
-    for (size_t begin = 0; begin < heads_.size(); begin += head_tile_) {
-        const size_t n = std::min(head_tile_, heads_.size() - begin);
-        head_inputs_.clear();
-        for (size_t i = 0; i < n; ++i) head_inputs_.push_back(head_input(plan, heads_[begin + i]));
-        logits(head_inputs_, hidden);
+    for (size_t begin = 0; begin < n_heads; begin += head_tile_) {
+        const size_t n = std::min(head_tile_, n_heads - begin);
+        logits(plan, begin, n, hidden);
         std::atomic<size_t> next{0};
         auto task = [&](size_t t) {  // one per thread, with its scratch memory
             for (size_t i = next++; i < n; i = next++) {
-                const size_t head = heads_[begin + i];
+                const size_t head = is_on_device ? heads_[begin + i] : begin + i;
                 float* logits = logits_.data() + i * vocab_size;
                 if (head >= n_draws) {
                     score(plan.scores[head - n_draws], logits, aligned + t * scratch);
@@ -121,18 +125,25 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
     }
 }
 
+// Makes the draws that the device can make, and lists the other heads.
 void ModelRunner::draw_on_device(const StepPlan& plan) {
+    std::vector<size_t> plain;
+    heads_.clear();
+    for (size_t head = 0; head < plan.draws.size() + plan.scores.size(); ++head) {
+        const bool is_drawn_there =
+            head < plan.draws.size() && is_plain(plan.draws[head], transformer_.config().vocab_size);
+        (is_drawn_there ? plain : heads_).push_back(head);
+    }
     std::vector<Drawn> found(head_tile_);
-    for (size_t begin = 0; begin < device_heads_.size(); begin += head_tile_) {
-        const size_t n = std::min(head_tile_, device_heads_.size() - begin);
-        head_inputs_.clear(), plain_draws_.clear();
-        for (size_t i = 0; i < n; ++i) {
-            const DrawTask& draw = plan.draws[device_heads_[begin + i]];
-            head_inputs_.push_back(head_input(plan, device_heads_[begin + i]));
-            plain_draws_.push_back({draw.sampling->temperature, draw.uniform, draw.sampling->model_logprobs});
+    for (size_t begin = 0; begin < plain.size(); begin += head_tile_) {
+        const auto tile = std::span(plain).subspan(begin, std::min(head_tile_, plain.size() - begin));
+        std::vector<PlainDraw> draws;
+        for (const size_t head : tile) {
+            const DrawTask& draw = plan.draws[head];
+            draws.push_back({draw.sampling->temperature, draw.uniform, draw.sampling->model_logprobs});
         }
-        device_->draw(head_inputs_, plain_draws_, found.data());
-        for (size_t i = 0; i < n; ++i) drawn_[device_heads_[begin + i]] = found[i];
+        device_->draw(head_inputs(plan, tile), draws, found.data());
+        for (size_t i = 0; i < tile.size(); ++i) drawn_[tile[i]] = found[i];
     }
 }
 

@@ -30,10 +30,8 @@ public:
 
 private:
     Transformer& transformer_;
-    Device* const device_;                // null: none
-    std::vector<HeadInput> head_inputs_;  // of a tile
-    std::vector<PlainDraw> plain_draws_;
-    std::vector<size_t> heads_, device_heads_;  // draws, then scores, whose logits come here; draws on the device
+    Device* const device_;       // null: none
+    std::vector<size_t> heads_;  // with a device, the draws, then the scores, whose logits come here
     std::vector<Drawn> drawn_;
     std::vector<float> head_in_, logits_;
     std::vector<uint8_t> scratch_;
@@ -43,7 +41,7 @@ private:
     const float* forward(const StepPlan& plan, KvMemory& memory);
     void run_heads(const StepPlan& plan, const float* hidden);
     void draw_on_device(const StepPlan& plan);
-    void logits(std::span<const HeadInput> inputs, const float* hidden);
+    void logits(const StepPlan& plan, size_t begin, size_t n, const float* hidden);
     void score(const ScoreTask& task, float* logits, void* scratch) const;
 };
 
