@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -236,9 +235,13 @@ def test_refusals(monkeypatch):
     mixture = make(tiny_model("qwen3_moe"), device="gpu", **SMALL)
     experts = with_lora(tiny_model("qwen3_moe"), target_modules=[], target_parameters=["mlp.experts.down_proj"])
     assert_raises(WhetValueError, ("adapters of experts", "omit device"), mixture.add_adapter, experts)
-    monkeypatch.setitem(sys.modules, "wgpu", None)
-    device._open.cache_clear()
-    assert_raises(WhetError, ("wgpu", "pip install 'whet[gpu]'"), make, model, device="gpu")
+    for opened, facts in (
+        (Mock(side_effect=ImportError), ("wgpu", "pip install 'whet[gpu]'")),
+        (Mock(side_effect=RuntimeError("no adapter\nmore")), ("no GPU", "(no adapter)", "omit device")),
+        (Mock(return_value=(1, None)), ("before the fork", "'spawn'")),
+    ):
+        monkeypatch.setattr(device, "_open", opened)
+        assert_raises(WhetError, facts, make, model, device="gpu")
 
 
 def test_memory_of_the_gpu_is_counted_and_freed():
@@ -281,7 +284,7 @@ def test_engines_in_threads_share_a_gpu():
 def test_a_forked_process_needs_a_new_engine():
     gpu, _ = pair_of(tiny_model("llama"))
     gpu._program._pid += 1  # as in a child
-    assert_raises(WhetError, ("forked", "Make a new engine"), gpu.logprobs, rows_of((5,)))
+    assert_raises(WhetError, ("forked", "omit device"), gpu.logprobs, rows_of((5,)))
 
 
 def test_infinite_logits_are_an_error():

@@ -37,7 +37,7 @@ def _explained(where: str, pid: int = 0) -> Iterator[None]:
     from wgpu import GPUError, GPUOutOfMemoryError
 
     if pid not in (0, os.getpid()):
-        raise WhetError(f"{where}: the process has been forked, and a GPU belongs to its parent. Make a new engine.")
+        raise WhetError(f"{where}: the process was forked, and its parent opened the GPU. Use the CPU: omit device.")
     try:
         yield
     except GPUOutOfMemoryError:
