@@ -26,6 +26,7 @@ def test_environments_of_libraries(name: str) -> None:
     path = os.pathsep.join((str(python.parent), os.environ["PATH"]))  # verifiers starts uv
     modules = [entry for entry in sys.path if not entry.endswith("site-packages")]  # whose versions are others
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(modules), "PATH": path}
+    given["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins of the libraries' dependencies
     command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/wide/libraries/{name}.py"]
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

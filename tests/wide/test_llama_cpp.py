@@ -150,7 +150,8 @@ REFUSED = {
 } | {(family, f"{size} heads") for family in _SQUARE for size in ("wide", "narrow")}
 NO_SUCH_CONFIG = {("phi3", rope) for rope in ROPES if rope not in ("plain", "longrope")}
 NO_SUCH_CONFIG |= {("ministral3", rope) for rope in ROPES if rope not in ("yarn", "yarn-mscale")}
-"""The configs of Phi-3 and Ministral 3 support no other scaling."""
+NO_SUCH_CONFIG |= {("gemma4_text", "longrope")}
+"""The configs of Phi-3 and Ministral 3 support no other scaling, and Gemma 4's heads of two sizes no longrope."""
 _EXPORTED = [name for name, family in FAMILIES.items() if family.gguf is not None and name != "qwen3_vl_text"]
 """The last is a part of models, and its files are Qwen3's."""
 CASES = [
