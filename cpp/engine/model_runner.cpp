@@ -30,11 +30,8 @@ std::vector<HeadInput> head_inputs(const StepPlan& plan, std::span<const size_t>
 // Whether a draw is from the whole distribution, and only its token and log-prob are needed.
 bool is_plain(const DrawTask& draw, size_t vocab_size) {
     const Sampling& s = *draw.sampling;
-    const History& history = draw.history;
     const bool filters = (s.top_k > 0 && static_cast<size_t>(s.top_k) < vocab_size) || s.top_p < 1 || s.min_p > 0;
-    const bool adjusts = (history.seen != nullptr && s.repetition_penalty != 1) || !history.generated.empty() ||
-                         !history.banned.empty() || history.allowed != nullptr || !s.logit_bias.empty();
-    return s.top_logprobs == 0 && draw.kept == nullptr && !adjusts && (!filters || s.temperature == 0);
+    return s.top_logprobs == 0 && draw.kept == nullptr && !adjusts(s, draw.history) && (!filters || s.temperature == 0);
 }
 
 }  // namespace

@@ -323,11 +323,6 @@ void adjust(float* logits, size_t size, const Sampling& sampling, const History&
     }
 }
 
-bool adjusts(const Sampling& sampling, const History& history) {
-    return (history.seen != nullptr && sampling.repetition_penalty != 1) || !history.generated.empty() ||
-           !history.banned.empty() || history.allowed != nullptr || !sampling.logit_bias.empty();
-}
-
 // Lists the n largest of `size` values, in decreasing order, with log-probs in the row. Values are in order of token
 // id; null `ids` are the indices.
 void list_top_logprobs(const LogitRow& row, const float* values, const int32_t* ids, size_t size, Drawn* best,

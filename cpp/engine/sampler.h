@@ -48,6 +48,12 @@ struct History {
     const uint32_t* allowed = nullptr;        // bitmap of the tokens that may be drawn; null: all
 };
 
+// Whether bans, bias or penalties change the logits.
+inline bool adjusts(const Sampling& sampling, const History& history) {
+    return (history.seen != nullptr && sampling.repetition_penalty != 1) || !history.generated.empty() ||
+           !history.banned.empty() || history.allowed != nullptr || !sampling.logit_bias.empty();
+}
+
 // A token and its log-probability.
 struct Drawn {
     int32_t token;

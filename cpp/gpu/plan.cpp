@@ -92,6 +92,10 @@ std::vector<std::string> kernel_files(const PackedWeight& w, const std::vector<s
         case WeightFormat::kQ8_0:
             files = {"bytes"};
             break;
+        case WeightFormat::kQ4_1:
+        case WeightFormat::kQ5_1:
+            files = {"nibbles", "scales_1"};
+            break;
         case WeightFormat::kQ4_K:
         case WeightFormat::kQ5_K:
             files = {"nibbles", "scales_k"};
@@ -102,6 +106,11 @@ std::vector<std::string> kernel_files(const PackedWeight& w, const std::vector<s
     files.push_back(std::string("weights_") + w.format().name);
     files.insert(files.end(), more.begin(), more.end());
     return files;
+}
+
+// The file that reads the inputs of a product, in rows of `stride` numbers.
+const char* inputs_file(const PackedWeight& w, size_t stride) {
+    return w.k() % kQuantBlock == 0 && stride % 4 == 0 ? "inputs_whole" : "inputs_ragged";
 }
 
 Constants weight_constants(const PackedWeight& w) {
@@ -133,7 +142,6 @@ struct Product {
 };
 
 Dispatch make_product(const PackedWeight& w, const Product& of, const ProductSettings& settings, Pipelines& pipelines) {
-    const bool is_whole = w.k() % kQuantBlock == 0 && of.x.stride % 4 == 0;
     Dispatch dispatch{{}, static_cast<uint32_t>(ceil_div(of.n, kPanel)), of.count};
     for (const size_t rows : {size_t{1}, kProductRows}) {
         const bool activates = rows == 1 && of.x.is_activated, norms = rows == 1 && of.x.is_normed;
@@ -146,8 +154,7 @@ Dispatch make_product(const PackedWeight& w, const Product& of, const ProductSet
         constants.add("NORMS", norms).add("EPS", norms ? settings.eps : 0.0).add("ACTIVATES", activates);
         constants.add("IS_GATED", activates && settings.is_gated);
         constants.add("KIND", activates ? static_cast<size_t>(settings.activation) : 0);
-        const std::vector<std::string> files =
-            kernel_files(w, {"activation", is_whole ? "inputs_whole" : "inputs_ragged", "product"});
+        const std::vector<std::string> files = kernel_files(w, {"activation", inputs_file(w, of.x.stride), "product"});
         const auto buffer = [&](bool is_read, uint32_t number) { return is_read ? number : settings.none; };
         dispatch.variants.push_back(
             {static_cast<uint32_t>(rows),
@@ -413,7 +420,7 @@ private:
         heads.add("NORM_BEFORE", has_norm && !c_.qk_norm_rotated).add("NORM_AFTER", has_norm && c_.qk_norm_rotated);
         heads.add("NORM_VALUES", c_.v_norm).add("EPS", c_.norm_eps).add("SCALES_QUERIES", c_.query_log_scale != 0.0);
         const auto head_norm = [&](const NormWeight& norm) { return has_norm ? add_vector(norm.weight) : none_; };
-        add(plan_.forward, {"kv_page", "heads"}, heads,
+        add(plan_.forward, {"norm", "kv_page", "heads"}, heads,
             {tokens_, page_table_, qkv_, caches_[layer], c_.is_local(layer) ? local_rotation_ : rotation_,
              head_norm(norms.q_norm), head_norm(norms.k_norm), query_scales_},
             c_.n_heads + own, Count::kTokens);
@@ -554,13 +561,12 @@ private:
                     if (own.format_id() != part.format_id()) reject("experts in different formats");
                     plan_.uploads.push_back({buffer, e * part.size_bytes(), part.size_bytes(), own.panel(0)});
                 }
-                const bool is_whole = part.k() % kQuantBlock == 0 && x_stride % 4 == 0;
                 Constants constants = weight_constants(part);
                 constants.add("X_STRIDE", x_stride).add("Y_STRIDE", n).add("FIRST", first).add("COUNT", part.n());
                 constants.add("FIRST_EXPERT", expert).add("EXPERTS", count).add("N_USED", c_.n_used_experts);
                 constants.add("IS_BY_TOKEN", is_by_token).add("HAS_BIAS", !w.bias.empty());
-                add(plan_.forward, kernel_files(part, {is_whole ? "inputs_whole" : "inputs_ragged", "expert_product"}),
-                    constants, {buffer, x, bias, y, chosen_}, part.n_panels(), Count::kExperts);
+                add(plan_.forward, kernel_files(part, {inputs_file(part, x_stride), "expert_product"}), constants,
+                    {buffer, x, bias, y, chosen_}, part.n_panels(), Count::kExperts);
             }
         }
     }

@@ -7,6 +7,9 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <span>
+
 #include "runtime/array.h"
 
 namespace whet {
@@ -63,6 +66,13 @@ nanobind::object new_vector(DType dtype, size_t n, T*& data) {
     if (array == nullptr) nanobind::raise_python_error();
     data = static_cast<T*>(memory);
     return nanobind::steal(array);
+}
+template <class T>
+nanobind::object array_of(DType dtype, std::span<const T> values) {
+    T* data = nullptr;
+    nanobind::object array = new_vector(dtype, values.size(), data);
+    std::copy(values.begin(), values.end(), data);
+    return array;
 }
 
 }  // namespace whet

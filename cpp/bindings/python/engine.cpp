@@ -30,13 +30,6 @@ std::vector<int32_t> tokens_of(nb::handle object) {
     return {a.as<int32_t>(), a.as<int32_t>() + a.size()};
 }
 
-template <class T>
-nb::object array_of(DType dtype, std::span<const T> values) {
-    T* data = nullptr;
-    nb::object array = new_vector(dtype, values.size(), data);
-    std::copy(values.begin(), values.end(), data);
-    return array;
-}
 nb::object array_of(std::span<const float> values) { return array_of(DType::kFloat32, values); }
 nb::object array_of(std::span<const int32_t> values) { return array_of(DType::kInt32, values); }
 nb::object array_of(std::span<const int64_t> values) { return array_of(DType::kInt64, values); }

@@ -18,13 +18,8 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-template <class T>
-nb::object array_of(DType dtype, const std::vector<T>& values) {
-    T* data = nullptr;
-    nb::object array = new_vector(dtype, values.size(), data);
-    std::copy(values.begin(), values.end(), data);
-    return array;
-}
+nb::object array_of(const std::vector<float>& values) { return array_of(DType::kFloat32, std::span(values)); }
+nb::object array_of(const std::vector<int32_t>& values) { return array_of(DType::kInt32, std::span(values)); }
 
 nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
     static const char* const kCounts[] = {"tokens", "experts", "heads", "one"};
@@ -133,17 +128,15 @@ void HostDevice::write_pages(std::span<const PageWrite> writes) {
     }
     if (numbers.empty()) return;
     const AcquiredGil gil;
-    program_.attr("write_pages")(array_of(DType::kInt32, numbers));
+    program_.attr("write_pages")(array_of(numbers));
 }
 
 void HostDevice::forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) {
     gpu::set_inputs(weights_, tokens, runs, adapters_, inputs_);
     const AcquiredGil gil;
-    program_.attr("forward")(array_of(DType::kInt32, inputs_.tokens), array_of(DType::kInt32, inputs_.page_table),
-                             array_of(DType::kInt32, inputs_.runs), array_of(DType::kFloat32, inputs_.rotation),
-                             array_of(DType::kFloat32, inputs_.local_rotation),
-                             array_of(DType::kFloat32, inputs_.query_scales),
-                             array_of(DType::kFloat32, inputs_.embedded));
+    program_.attr("forward")(array_of(inputs_.tokens), array_of(inputs_.page_table), array_of(inputs_.runs),
+                             array_of(inputs_.rotation), array_of(inputs_.local_rotation),
+                             array_of(inputs_.query_scales), array_of(inputs_.embedded));
     if (config_.n_token_experts() > 0) record_experts(tokens, memory);
 }
 
@@ -176,7 +169,7 @@ nb::tuple HostDevice::head_inputs(std::span<const HeadInput> inputs) const {
         hidden.resize(inputs.size() * d);
         std::copy_n(stored, d, hidden.data() + i * d);
     }
-    return nb::make_tuple(array_of(DType::kInt32, rows), array_of(DType::kFloat32, hidden));
+    return nb::make_tuple(array_of(rows), array_of(hidden));
 }
 
 void HostDevice::draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) {
@@ -189,7 +182,7 @@ void HostDevice::draw(std::span<const HeadInput> inputs, std::span<const PlainDr
     }
     const AcquiredGil gil;
     const nb::tuple heads = head_inputs(inputs);
-    const nb::object drawn = program_.attr("draw")(heads[0], heads[1], array_of(DType::kFloat32, settings));
+    const nb::object drawn = program_.attr("draw")(heads[0], heads[1], array_of(settings));
     copy_bytes(drawn, out, inputs.size() * sizeof(Drawn));
 }
 

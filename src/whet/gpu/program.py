@@ -117,8 +117,7 @@ class Program:
     def upload(self) -> None:
         """Copy the weights from the core's memory."""
         with self._use():
-            for buffer, offset, data in self.plan.uploads:
-                self._device.queue.write_buffer(self._buffers[buffer], offset, data)
+            self._upload(self._buffers, self.plan.uploads)
 
     # ------------------------------------------------------------------ called by the core
 
@@ -134,8 +133,7 @@ class Program:
         with self._use():
             made = [self._make_buffer(*each) for each in buffers]
             everything = self._buffers + made
-            for buffer, offset, data in uploads:
-                self._device.queue.write_buffer(everything[buffer], offset, data)
+            self._upload(everything, uploads)
             self._device.queue.write_buffer(made[0], 0, np.array([number], np.int32))
             compiled = [self._pipeline(*each) for each in pipelines]
             self._adapters[number] = [
@@ -232,6 +230,10 @@ class Program:
 
         usage = BufferUsage.STORAGE | BufferUsage.COPY_SRC | BufferUsage.COPY_DST
         return self._device.create_buffer(size=-(-n_bytes // 4) * 4, usage=usage, label=name)
+
+    def _upload(self, buffers: list[Any], uploads: list[tuple[int, int, memoryview]]) -> None:
+        for buffer, offset, data in uploads:
+            self._device.queue.write_buffer(buffers[buffer], offset, data)
 
     def _list_dispatches(self, of: Pass) -> Iterator[Dispatch]:
         """Yield the dispatches of a pass; the dispatches of adapters follow the products that they add to."""

@@ -9,19 +9,12 @@
 @group(0) @binding(6) var<storage, read> k_norm: array<f32>;
 @group(0) @binding(7) var<storage, read> query_scales: array<f32>;
 var<workgroup> head: array<f32, D>;
-var<workgroup> partial: array<f32, 64>;
 
 // 1 / RMS of the head; all lanes call it.
 fn inverse_rms(lane: u32) -> f32 {
   var squares = 0.0;
   for (var e = lane; e < D; e += 64u) { squares += head[e] * head[e]; }
-  partial[lane] = squares;
-  workgroupBarrier();
-  for (var half = 32u; half > 0u; half /= 2u) {
-    if (lane < half) { partial[lane] += partial[lane + half]; }
-    workgroupBarrier();
-  }
-  return 1.0 / sqrt(partial[0] / f32(D) + EPS);
+  return 1.0 / sqrt(total(lane, squares) / f32(D) + EPS);
 }
 
 fn load(at: u32, lane: u32) {

@@ -1,4 +1,4 @@
-// Sums over the lanes of a workgroup, and the statistics of a norm.
+// The sum over the lanes of a workgroup; all of them call it.
 var<workgroup> partial: array<f32, 64>;
 
 fn total(lane: u32, value: f32) -> f32 {
