@@ -1,5 +1,5 @@
-// Bundles the package into dist/: entries for the page, the engine's worker, its threads, its chunks of Hugging Face formats
-// and of the learner, and the primitives and kernels. Libraries are included, so that a page needs no bundler.
+// Bundles the package into dist/: entries for the page, the engine's worker, its threads, its chunks of Hugging Face formats,
+// of the learner and of the GPU, and the primitives and kernels. Libraries are included, so that a page needs no bundler.
 import { execFileSync } from "node:child_process";
 import { readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -7,7 +7,7 @@ import { build } from "esbuild";
 
 export const libraries = ["@huggingface/jinja", "@huggingface/tokenizers", "@noble/hashes"];
 export const options = {
-  entryPoints: { index: "src/index.ts", worker: "src/engine/worker.ts", thread: "src/core/thread.ts", hf: "src/models/hf.ts", learner: "src/learner/host.ts", ops: "src/ops.ts" },
+  entryPoints: { index: "src/index.ts", worker: "src/engine/worker.ts", thread: "src/core/thread.ts", hf: "src/models/hf.ts", learner: "src/learner/host.ts", gpu: "src/gpu/program.ts", ops: "src/ops.ts" },
   absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
   outdir: "dist",
   bundle: true,
@@ -32,6 +32,6 @@ if (process.argv[1] === fileURLToPath(import.meta.url)) {
   // Comments that make bundlers leave these imports to the browser: the minifier drops them.
   const text = await readFile("dist/worker.js", "utf8");
   const imports = "import(/* @vite-ignore */ /* webpackIgnore: true */ /* turbopackIgnore: true */ new URL(";
-  if (text.split("import(new URL(").length !== 3) throw new Error("dist/worker.js does not have exactly two imports of URLs");
+  if (text.split("import(new URL(").length !== 4) throw new Error("dist/worker.js does not have exactly three imports of URLs");
   await writeFile("dist/worker.js", text.replaceAll("import(new URL(", imports));
 }

@@ -27,7 +27,8 @@ from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 BINDING = Path(__file__).parent.parent / "cpp/bindings/wasm"
-CALLS = {"engineCalls": "engine.cpp", "opCalls": "ops.cpp", "learnerCalls": "learner.cpp"}
+KERNELS = Path(__file__).parent.parent / "src/whet/gpu/kernels"
+CALLS = {"engineCalls": "engine.cpp", "opCalls": "ops.cpp", "learnerCalls": "learner.cpp", "gpuCalls": "gpu.cpp"}
 STEP = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm")
 RUN = (*STEP, "batch_size", "max_tokens_per_step")
 LEARNING = {
@@ -200,6 +201,12 @@ def calls(file: str) -> str:
     return "\n  ".join(["{", *found]) + "\n}"
 
 
+def kernels() -> dict[str, str]:
+    """Return the kernels of GPUs by name, without comments."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.wgsl"))}
+    return {name: re.sub(r"^ *(//.*\n)?| *//.*", "", text, flags=re.MULTILINE) for name, text in texts.items()}
+
+
 def not_run() -> dict[str, list[str]]:
     """Return why some models are not run: reasons of few bytes, as folders are a chunk of at most 16 KB."""
     named = ("streams", "fused", "mixtures")
@@ -240,6 +247,7 @@ def facts() -> dict[str, Any]:
             SamplingParams, [f.name for f in dataclasses.fields(SamplingParams) if f.name not in GRAMMAR_SETTINGS]
         ),
         "learning": learning(),
+        "kernels": kernels(),
         "adapters": {
             "prefix": adapter_files.PEFT_PREFIX,
             "plain": adapter_files._PLAIN,

@@ -9,12 +9,17 @@
 
 namespace whet {
 
-// Whether scores are cached, hidden states returned, and keys and values stored as integers: not in WebAssembly builds,
-// which stay small.
+// kIsComplete: whether scores are cached, hidden states returned, and keys and values stored as integers: not in
+// WebAssembly builds, which stay small. kHasDevices: whether a Device can compute.
 #if defined(__wasm__)
 constexpr bool kIsComplete = false;
 #else
 constexpr bool kIsComplete = true;
+#endif
+#if defined(__wasm__) && !defined(WHET_GPU)
+constexpr bool kHasDevices = false;
+#else
+constexpr bool kHasDevices = true;
 #endif
 
 enum class Norm { kRms, kLayer };

@@ -18,7 +18,7 @@ public:
     // `draft`: drafts for speculation; null: only prompt lookup does. `device`: computes the steps; null: the CPU.
     Engine(Transformer& transformer, const Limits& limits, DraftModel* draft = nullptr, Device* device = nullptr)
         : transformer_(transformer),
-          memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes),
+          memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes, device == nullptr),
           scheduler_(transformer.config(), transformer.max_rows(), memory_, limits, draft),
           runner_(transformer, limits.max_batch, device),
           draft_(draft) {}

@@ -53,10 +53,10 @@ size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
     return largest_part == 0 ? bytes : std::max(round_to_lines(bytes), largest_part);
 }
 
-KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
+KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes, bool holds_keys)
     : token_experts_(config.n_token_experts()),
       page_bytes_(page_bytes(config, type)),
-      memory_(budget_bytes / page_bytes_ * page_bytes_),
+      memory_(holds_keys || token_experts_ > 0 ? budget_bytes / page_bytes_ * page_bytes_ : 0),
       is_committed_(budget_bytes / page_bytes_) {
     size_t used = 0, used_by_state = page_bytes_;  // of a page, of the last page of a state
     for (size_t layer = 0; layer < config.n_layers; ++layer) {

@@ -25,7 +25,8 @@ using StateLength = int32_t;  // tokens of a sequence up to its state
 
 class KvMemory {
 public:
-    KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes);
+    // `holds_keys`: whether keys and values are here; else pages have memory only for the experts of a mixture.
+    KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes, bool holds_keys = true);
 
     static size_t page_bytes(const ModelConfig& config, KvType type);
     size_t n_pages() const { return is_committed_.size(); }

@@ -13,8 +13,6 @@
 namespace whet {
 namespace {
 
-constexpr size_t kHeadTile = 64;  // rows of logits per tile
-
 HeadInput head_input(const StepPlan& plan, size_t head) {
     const size_t n_draws = plan.draws.size();
     if (head < n_draws) return {plan.draws[head].token, plan.draws[head].hidden};
@@ -51,7 +49,7 @@ std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
 }
 
 void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) {
-    if (kIsComplete && device_ != nullptr) {
+    if (kHasDevices && device_ != nullptr) {
         if (!writes.empty()) device_->write_pages(writes);
         if (memory.token_experts() > 0) memory.copy_experts(writes);
     } else {
@@ -63,7 +61,7 @@ void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) 
 // Computes the hidden states of the tokens and copies those that are asked for. Returns all of them; null if they are
 // on a device.
 const float* ModelRunner::forward(const StepPlan& plan, KvMemory& memory) {
-    if (kIsComplete && device_ != nullptr) {
+    if (kHasDevices && device_ != nullptr) {
         device_->forward(plan.tokens, plan.runs, memory);
         if (!plan.hiddens.empty()) device_->read_hidden(plan.hiddens);
         return nullptr;
@@ -76,7 +74,7 @@ const float* ModelRunner::forward(const StepPlan& plan, KvMemory& memory) {
 
 // Computes a tile of logits: of heads [begin, begin + n) of those that are computed here.
 void ModelRunner::logits(const StepPlan& plan, size_t begin, size_t n, const float* hidden) {
-    if (kIsComplete && device_ != nullptr) {
+    if (kHasDevices && device_ != nullptr) {
         return device_->logits(head_inputs(plan, std::span(heads_).subspan(begin, n)), logits_.data());
     }
     const size_t d = transformer_.config().hidden_dim;
@@ -96,7 +94,7 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
     auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
     const size_t n_draws = plan.draws.size();
     size_t n_heads = n_draws + plan.scores.size();
-    const bool is_on_device = kIsComplete && device_ != nullptr;
+    const bool is_on_device = kHasDevices && device_ != nullptr;
     if (is_on_device) {
         draw_on_device(plan);
         n_heads = heads_.size();

@@ -11,6 +11,8 @@
 
 namespace whet {
 
+constexpr size_t kHeadTile = 64;  // rows of logits that are computed at once
+
 class ModelRunner {
 public:
     // `device`: computes the forward pass and the logits; null: the transformer does.

@@ -40,6 +40,16 @@ void for_parts(Parts& parts, size_t first, size_t count, Visit&& visit) {
 
 constexpr const char* kTable = "layer_embedding";
 
+constexpr size_t kLine = 64;
+
+size_t whole_lines(size_t bytes) { return ceil_div(bytes, kLine) * kLine; }
+
+size_t allocated_bytes(const Matrix& matrix) {
+    size_t bytes = 0;
+    for (const PackedWeight& part : matrix.parts) bytes += whole_lines(part.size_bytes());
+    return bytes;
+}
+
 size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float); }
 
 }  // namespace
@@ -205,18 +215,27 @@ void Weights::add_vector(const std::string& slot, size_t n) {
 }
 
 void Weights::allocate() {
-    constexpr size_t line = 64;
-    size_t bytes = 0;
-    const auto each_part = [&](auto&& visit) {
-        for (auto& [slot, matrix] : matrices_) {
-            for (PackedWeight& part : matrix->parts) visit(part, ceil_div(part.size_bytes(), line) * line);
-        }
-    };
-    each_part([&](PackedWeight&, size_t size) { bytes += size; });
-    memory_ = Zeroed(bytes);
-    memory_bytes_ = bytes;
+    for (const auto& [slot, matrix] : matrices_) memory_bytes_ += allocated_bytes(*matrix);
+    memory_ = Zeroed(memory_bytes_);
     uint8_t* at = memory_.data();
-    each_part([&](PackedWeight& part, size_t size) { part.place(at), at += size; });
+    for (const auto& [slot, matrix] : matrices_) at = place(*matrix, at);
+}
+
+void Weights::allocate(const std::string& slot) {
+    Matrix& matrix = matrix_at(slot);
+    std::vector<uint8_t>& memory = single_[slot];
+    memory.assign(allocated_bytes(matrix) + kLine, 0);
+    place(matrix, memory.data() + (kLine - reinterpret_cast<uintptr_t>(memory.data()) % kLine));
+}
+
+void Weights::free(const std::string& slot) {
+    for (PackedWeight& part : matrix_at(slot).parts) part.place(nullptr);
+    single_.erase(slot);
+}
+
+uint8_t* Weights::place(Matrix& matrix, uint8_t* memory) {
+    for (PackedWeight& part : matrix.parts) part.place(memory), memory += whole_lines(part.size_bytes());
+    return memory;
 }
 
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {

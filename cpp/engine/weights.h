@@ -98,6 +98,9 @@ public:
     // Allocates the matrices, once: one zeroed block, so that small matrices share huge pages, which are fast to
     // commit.
     void allocate();
+    // Allocates one matrix, zeroed, until free(): to pack what is then copied to a device.
+    void allocate(const std::string& slot);
+    void free(const std::string& slot);
 
     // Packs rows [first, first + rows.n) of a matrix, or writes one row to elements [first, first + rows.k) of a
     // vector. Throws std::invalid_argument for an unknown slot or a wrong shape.
@@ -111,6 +114,7 @@ public:
     // whose limit they exceed.
     PackingLoss measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const;
 
+    const Matrix& matrix(const std::string& slot) const { return matrix_at(slot); }
     // Numbers per row; 1 for a vector. This and the following throw std::invalid_argument for an unknown slot.
     size_t k(const std::string& slot) const;
     // Dequantises rows [first, first + count) to (count, k) float32, or bfloat16 rounded to nearest even. Throws
@@ -131,10 +135,13 @@ private:
     mutable ReadWriteLock lock_;
     Zeroed memory_;  // all matrices
     size_t memory_bytes_ = 0;
+    std::map<std::string, std::vector<uint8_t>> single_;  // memory of matrices that are allocated one by one
     std::deque<DeferredRows> deferred_;
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;
 
+    // Places the parts of a matrix in memory; returns its end.
+    static uint8_t* place(Matrix& matrix, uint8_t* memory);
     size_t rows_to_boundary(const std::string& slot, size_t first) const;
     // The added vector of this name, or null.
     const std::vector<float>* vector_at(const std::string& slot) const;

@@ -1,5 +1,7 @@
 #include "gpu/inputs.h"
 
+#include <algorithm>
+
 #include "engine/activation.h"
 #include "kernels/dispatch.h"
 
@@ -49,6 +51,37 @@ void set_inputs(const Weights& weights, std::span<const InputToken> tokens, std:
             inputs.runs.insert(inputs.runs.end(), {first, n, run.from_state, run.to_state, tokens[run.first].position});
         }
     }
+}
+
+std::vector<int32_t> page_copies(std::span<const PageWrite> writes) {
+    std::vector<int32_t> pages;
+    for (const PageWrite& write : writes) {
+        if (write.from != PageIndex::kNone && write.from != write.page)
+            pages.insert(pages.end(), {write.page, write.from});
+    }
+    return pages;
+}
+
+HeadRows head_rows(std::span<const HeadInput> inputs, size_t hidden_dim) {
+    HeadRows rows;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        const float* stored = inputs[i].hidden;
+        rows.tokens.push_back(stored != nullptr ? -1 : static_cast<int32_t>(inputs[i].token));
+        if (stored == nullptr) continue;
+        rows.hidden.resize(inputs.size() * hidden_dim);
+        std::copy_n(stored, hidden_dim, rows.hidden.begin() + static_cast<ptrdiff_t>(i * hidden_dim));
+    }
+    return rows;
+}
+
+std::vector<float> draw_settings(std::span<const PlainDraw> draws) {
+    std::vector<float> settings;
+    for (const PlainDraw& draw : draws) {
+        const float scale = draw.temperature > 0 ? 1 / draw.temperature : 0.0f;
+        const float reported = draw.model_logprobs || scale == 0 ? 1.0f : scale;
+        settings.insert(settings.end(), {scale, static_cast<float>(draw.uniform), reported, 0.0f});
+    }
+    return settings;
 }
 
 }  // namespace whet::gpu

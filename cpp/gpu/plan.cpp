@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
+#include <cmath>
 #include <map>
 #include <stdexcept>
 #include <utility>
 
 #include "engine/delta_inputs.h"
 #include "engine/experts.h"
+#include "engine/kv_memory.h"
+#include "engine/model_runner.h"
 #include "kernels/attention_task.h"
 #include "runtime/ceil_div.h"
 
@@ -16,6 +18,7 @@ namespace whet::gpu {
 namespace {
 
 constexpr size_t kProductRows = 8;     // rows of a product that share the reading of a panel
+constexpr size_t kMaxWrites = 1024;    // of pages at once
 constexpr size_t kAttentionHeads = 8;  // query heads that share the reading of a page, at most
 
 // Constants of a kernel as WGSL.
@@ -23,16 +26,21 @@ class Constants {
 public:
     Constants& add(const char* name, size_t value) { return define(name, std::to_string(value) + "u"); }
     Constants& add(const char* name, bool value) { return define(name, value ? "true" : "false"); }
-    Constants& add(const char* name, double value) {
-        char text[32];
-        std::snprintf(text, sizeof text, "f32(%.17g)", static_cast<double>(static_cast<float>(value)));
-        return define(name, text);
-    }
+    Constants& add(const char* name, double value) { return define(name, literal(static_cast<float>(value))); }
     const std::string& text() const { return text_; }
 
 private:
     std::string text_;
 
+    // Exact, as hexadecimal mantissa and exponent.
+    static std::string literal(float value) {
+        if (value == 0) return "0.0f";
+        int exponent;
+        auto mantissa = static_cast<uint32_t>(std::ldexp(std::frexp(std::fabs(value), &exponent), 24));
+        std::string digits;
+        for (; mantissa > 0; mantissa /= 16) digits.insert(digits.begin(), "0123456789abcdef"[mantissa % 16]);
+        return (value < 0 ? "-0x" : "0x") + digits + "p" + std::to_string(exponent - 24) + "f";
+    }
     Constants& define(const char* name, const std::string& value) {
         text_.append("const ").append(name).append(" = ").append(value).append(";\n");
         return *this;
@@ -213,11 +221,19 @@ private:
         head_rows_, hidden_, head_in_, logits_, draws_, drawn_, none_, x_, qkv_, attended_, up_, delta_, probabilities_,
         chosen_, chosen_weights_, shared_gates_, recorded_, embedded_, layer_inputs_, expert_up_, expert_out_;
 
-    uint32_t add_buffer(std::string name, size_t bytes, const void* data = nullptr) {
+    uint32_t add_buffer(std::string name, size_t bytes) {
         if (bytes > limits_.binding_bytes) reject("a buffer of " + std::to_string(bytes) + " bytes (" + name + ")");
-        plan_.buffers.push_back({std::move(name), std::max<size_t>(bytes, 16)});
-        const auto number = static_cast<uint32_t>(plan_.buffers.size() - 1);
-        if (data != nullptr && bytes > 0) plan_.uploads.push_back({number, 0, bytes, data});
+        plan_.buffers.push_back({.name = std::move(name), .bytes = std::max<size_t>(bytes, 16)});
+        return static_cast<uint32_t>(plan_.buffers.size() - 1);
+    }
+    uint32_t add_filled(std::string name, size_t bytes, const void* data) {
+        const uint32_t number = add_buffer(std::move(name), bytes);
+        plan_.uploads.push_back({number, 0, bytes, nullptr, 0, data});
+        return number;
+    }
+    uint32_t add_panels(std::string name, const PackedWeight& w, size_t first, size_t n) {
+        const uint32_t number = add_buffer(std::move(name), n * w.panel_bytes());
+        plan_.uploads.push_back({number, 0, n * w.panel_bytes(), &w, first, nullptr});
         return number;
     }
     uint32_t add_number(size_t number) {
@@ -226,12 +242,17 @@ private:
             for (uint32_t i = 0; i < numbers.size(); ++i) numbers[i] = i;
             return numbers;
         }();
-        return add_buffer("number", sizeof(uint32_t), &kNumbers.at(number));
+        return add_filled("number", sizeof(uint32_t), &kNumbers.at(number));
     }
     uint32_t add_floats(std::string name, size_t n) { return add_buffer(std::move(name), n * sizeof(float)); }
+    uint32_t add_rows(std::string name, size_t rows, size_t width) {
+        const uint32_t number = add_floats(std::move(name), rows * width);
+        plan_.buffers.back().rows = rows;
+        return number;
+    }
     // A vector of the weights; `none_` if it is empty.
     uint32_t add_vector(const std::vector<float>& values) {
-        return values.empty() ? none_ : add_buffer("vector", values.size() * sizeof(float), values.data());
+        return values.empty() ? none_ : add_filled("vector", values.size() * sizeof(float), values.data());
     }
 
     void add(std::vector<Dispatch>& to, std::vector<std::string> files, const Constants& constants,
@@ -253,16 +274,16 @@ private:
         tokens_ = add_floats("tokens", 4 * rows);
         page_table_ = add_floats("page_table", rows * pages);
         runs_ = add_floats("runs", c_.is_recurrent() ? 5 * rows : 0);
-        writes_ = add_floats("writes", 2 * limits_.max_writes);
+        writes_ = add_rows("writes", kMaxWrites, 2);
         rotation_ = add_floats("rotation", rows * c_.rotary_dim);
         local_rotation_ = add_floats("local_rotation", rows * 2 * c_.local_inv_freq.size());
         query_scales_ = add_floats("query_scales", c_.query_log_scale == 0.0 ? 0 : rows);
-        head_rows_ = add_floats("head_rows", limits_.max_heads);
-        hidden_ = add_floats("hidden", rows * d);
-        head_in_ = add_floats("head_in", limits_.max_heads * d);
-        logits_ = add_floats("logits", limits_.max_heads * c_.vocab_size);
-        draws_ = add_floats("draws", 4 * limits_.max_heads);
-        drawn_ = add_floats("drawn", 2 * limits_.max_heads);
+        head_rows_ = add_floats("head_rows", kHeadTile);
+        hidden_ = add_rows("hidden", rows, d);
+        head_in_ = add_rows("head_in", kHeadTile, d);
+        logits_ = add_rows("logits", kHeadTile, c_.vocab_size);
+        draws_ = add_rows("draws", kHeadTile, 4);
+        drawn_ = add_rows("drawn", kHeadTile, 2);
         none_ = add_floats("none", 0);
         x_ = add_floats("x", rows * d);
         qkv_ = add_floats("qkv", rows * c_.widest_mixer_in());
@@ -279,7 +300,7 @@ private:
         chosen_ = add_floats("chosen", chosen);
         chosen_weights_ = add_floats("chosen_weights", chosen);
         shared_gates_ = add_floats("shared_gates", c_.shared_gate ? rows : 0);
-        recorded_ = add_floats("recorded", rows * c_.n_token_experts());
+        recorded_ = add_rows("recorded", rows, c_.n_token_experts());
         embedded_ = add_floats("embedded", rows * c_.layer_inputs());
         layer_inputs_ = add_floats("layer_inputs", rows * c_.layer_inputs());
         expert_up_ = add_floats("expert_up", chosen * c_.expert_up_dim());
@@ -305,13 +326,13 @@ private:
         const size_t panels = std::max<size_t>(1, limits_.binding_bytes / w.panel_bytes());
         for (size_t first = 0; first < w.n_panels(); first += panels) {
             const size_t n = std::min(panels, w.n_panels() - first), row = first * kPanel;
-            const auto key = w.panel(first);
-            auto [at, is_new] = parts_.try_emplace(key, 0);
-            if (is_new) at->second = add_buffer("weights", n * w.panel_bytes(), key);
+            auto [at, is_new] = parts_.try_emplace({&w, first}, 0);
+            if (is_new) at->second = add_panels("weights", w, first, n);
             visit(at->second, row, std::min(n * kPanel, w.n() - row));
         }
     }
-    std::map<const void*, uint32_t> parts_;  // a tied head shares the buffers of the embedding
+    // Their buffers, which a tied head shares with the embedding, by the weight and its first panel.
+    std::map<std::pair<const PackedWeight*, size_t>, uint32_t> parts_;
 
     void embed() {
         embed(weights_.embedding, false);
@@ -447,7 +468,7 @@ private:
         convolution.add("IN_STRIDE", c_.mixer_in(layer)).add("IN_FIRST", is_delta ? at.channels : 0);
         convolution.add("IS_GATED", !is_delta).add("HAS_BIAS", !w.conv_bias.empty());
         add(plan_.forward, {"runs", "short_conv"}, convolution,
-            {add_buffer("taps", taps.size_bytes(), taps.panel(0)), runs_, qkv_, states_[layer], add_vector(w.conv_bias),
+            {add_panels("taps", taps, 0, taps.n_panels()), runs_, qkv_, states_[layer], add_vector(w.conv_bias),
              is_delta ? mixed_ : attended_},
             ceil_div(channels, size_t{64}), Count::kTokens);
         if (is_delta) delta_rule(layer, at);
@@ -559,7 +580,7 @@ private:
                 for (size_t e = 0; e < count; ++e) {
                     const PackedWeight& own = parts_of(w, expert + e, c_.n_experts)[i];
                     if (own.format_id() != part.format_id()) reject("experts in different formats");
-                    plan_.uploads.push_back({buffer, e * part.size_bytes(), part.size_bytes(), own.panel(0)});
+                    plan_.uploads.push_back({buffer, e * part.size_bytes(), part.size_bytes(), &own, 0, nullptr});
                 }
                 Constants constants = weight_constants(part);
                 constants.add("X_STRIDE", x_stride).add("Y_STRIDE", n).add("FIRST", first).add("COUNT", part.n());
@@ -618,9 +639,9 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
     AdapterPlan out;
     Pipelines pipelines(out.pipelines);
     const auto add_buffer = [&](std::string name, size_t bytes, const PackedWeight* w) {
-        out.buffers.push_back({std::move(name), std::max<size_t>(bytes, 16)});
+        out.buffers.push_back({.name = std::move(name), .bytes = std::max<size_t>(bytes, 16)});
         const auto number = static_cast<uint32_t>(plan.buffers.size() + out.buffers.size() - 1);
-        if (w != nullptr) out.uploads.push_back({number, 0, bytes, w->panel(0)});
+        if (w != nullptr) out.uploads.push_back({number, 0, bytes, w, 0, nullptr});
         return number;
     };
     const auto add_weight = [&](const PackedWeight& w) { return add_buffer("weights", w.size_bytes(), &w); };
@@ -641,18 +662,21 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
     return out;
 }
 
-size_t largest_page_bytes(const ModelConfig& config, KvType kv_type) {
-    size_t bytes = 0;
+CacheSize fit_cache(const ModelConfig& config, KvType kv_type, size_t kv_bytes, size_t binding_bytes) {
+    size_t largest_page = 1, largest_state = 1;  // in the buffer of a layer
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
-        bytes = std::max(bytes, layer_page_bytes(config, kv_type, layer));
+        largest_page = std::max(largest_page, layer_page_bytes(config, kv_type, layer));
+        largest_state = std::max(largest_state, state_words(config, layer) * sizeof(uint32_t));
     }
-    return bytes;
-}
-
-size_t largest_state_bytes(const ModelConfig& config) {
-    size_t words = 0;
-    for (size_t layer = 0; layer < config.n_layers; ++layer) words = std::max(words, state_words(config, layer));
-    return words * sizeof(uint32_t);
+    const KvMemory page(config, kv_type, 0);
+    const size_t n_state_pages = page.n_state_pages();
+    CacheSize size{std::min(kv_bytes / page.page_bytes(), binding_bytes / largest_page), 0, 0};
+    if (n_state_pages > 0) {
+        size.n_states = std::min(size.n_pages / n_state_pages, binding_bytes / largest_state);
+        size.n_pages = std::min(size.n_pages, size.n_states * n_state_pages + n_state_pages - 1);
+    }
+    size.kv_bytes = size.n_pages * page.page_bytes();
+    return size;
 }
 
 }  // namespace whet::gpu

@@ -19,13 +19,19 @@ namespace whet::gpu {
 struct Buffer {
     std::string name;
     size_t bytes;  // zeros before uploads
+    size_t rows = 1;
 };
 
 // Contents of a part of a buffer: memory of the weights.
 struct Upload {
     uint32_t buffer;
     size_t offset, bytes;
-    const void* data;
+    const PackedWeight* weight;  // null: a vector
+    size_t first_panel;
+    const void* vector;
+
+    // A matrix may be without memory until it is packed.
+    const void* data() const { return weight != nullptr ? weight->panel(first_panel) : vector; }
 };
 
 struct Pipeline {
@@ -94,7 +100,7 @@ struct AdapterPlan {
 };
 
 struct Limits {
-    size_t max_rows, max_heads, n_pages, n_states, max_writes;
+    size_t max_rows, n_pages, n_states;
     size_t binding_bytes;  // largest buffer that a kernel can bind
 };
 
@@ -104,15 +110,15 @@ struct Limits {
 //  - tokens: id, position, offset of the sequence's pages in page_table, number of the adapter (0: none)
 //  - page_table: pages of the sequences
 //  - runs: per token, its Run (runs.wgsl)
-//  - writes: PageWrites
+//  - writes: PageWrites, at most as many as it has rows
 //  - rotation, local_rotation: cosines, then sines, of each token
 //  - query_scales: of each token
 //  - draws: per row of logits that is drawn from, 1 / temperature (0: greedy), the uniform number, and 1 / temperature
 //    of the reported log-prob
 //  - head_rows: per row of logits, the token with the hidden state, or -1: the host writes it to head_in
 //
-// Results: drawn (max_heads, 2), the token and the bits of its log-prob; hidden (max_rows, hidden_dim), head_in
-// (max_heads, hidden_dim), logits (max_heads, vocab_size), and the recorded experts (max_rows, mixture layers,
+// Results, in rows: drawn (kHeadTile, 2), the token and the bits of its log-prob; hidden (max_rows, hidden_dim),
+// head_in (kHeadTile, hidden_dim), logits (kHeadTile, vocab_size), and the recorded experts (max_rows, mixture layers x
 // n_used_experts).
 //
 // Throws std::invalid_argument for what has no kernel, named.
@@ -120,8 +126,11 @@ Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits);
 // Throws std::invalid_argument for what has no kernel, named.
 AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter);
 
-// Bytes of a page, and of a state, in the buffer of the layer that has the largest ones.
-size_t largest_page_bytes(const ModelConfig& config, KvType kv_type);
-size_t largest_state_bytes(const ModelConfig& config);
+// Pages and states of a cache, and the size that the CPU's cache has with as many.
+struct CacheSize {
+    size_t n_pages, n_states, kv_bytes;
+};
+// The largest cache within a budget and the size of a buffer.
+CacheSize fit_cache(const ModelConfig& config, KvType kv_type, size_t kv_bytes, size_t binding_bytes);
 
 }  // namespace whet::gpu

@@ -210,7 +210,7 @@ class Weights:
     def measure_loss(self, slot: str, first: int, rows: StoredRows) -> _PackingLoss: ...
 
 class GpuPlan:
-    buffers: list[tuple[str, int]]
+    buffers: list[tuple[str, int, int]]
     uploads: list[tuple[int, int, memoryview]]
     pipelines: list[tuple[str, tuple[str, ...]]]
     write_pages: list[tuple[Any, ...]]
@@ -224,10 +224,8 @@ class GpuPlan:
         *,
         kv_type: KvType,
         max_rows: int,
-        max_heads: int,
         n_pages: int,
         n_states: int,
-        max_writes: int,
         binding_bytes: int,
     ) -> None: ...
 

@@ -94,8 +94,8 @@ def test_a_step_reads_every_weight_once():
     """The model of docs/gpu.md: the bytes of a decode step are the weights' bytes."""
     gpu, cpu = pair_of(blocks_model())
     plan = gpu._program.plan
-    sizes = [n_bytes for _, n_bytes in plan.buffers]
-    weights = {i for i, (name, _) in enumerate(plan.buffers) if name == "weights"}
+    sizes = [n_bytes for _, n_bytes, _ in plan.buffers]
+    weights = {i for i, (name, *_) in enumerate(plan.buffers) if name == "weights"}
     # The first dispatch reads one row of the embedding, which is also the head.
     read = [i for variants, *_ in [*plan.forward[1:], *plan.head] for i in variants[0][2] if i in weights]
     assert sorted(read) == sorted(weights)
@@ -202,7 +202,7 @@ def test_a_matrix_is_cut_where_it_exceeds_the_largest_binding(monkeypatch):
     model = blocks_model()
     monkeypatch.setattr(program, "binding_bytes", lambda device: 1 << 17)
     gpu, cpu = pair_of(model)
-    assert max(n_bytes for _, n_bytes in gpu._program.plan.buffers) <= 1 << 17 < 4 * 300 * 256
+    assert max(n_bytes for _, n_bytes, _ in gpu._program.plan.buffers) <= 1 << 17 < 4 * 300 * 256
     assert_same_scores(gpu, cpu, rows_of((2, 33), 300))
 
 

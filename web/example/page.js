@@ -34,10 +34,11 @@ async function open(source, name) {
   showStatus(`Loading ${name} ...`);
   try {
     const onProgress = ({ loadedBytes, totalBytes }) => (at("progress").value = totalBytes > 0 ? loadedBytes / totalBytes : 0);
-    const load = (learning) => Engine.load(source, { contextLength: 2048, maxBatch: 16, learning, onProgress });
-    engine = await load(true).catch((error) => {
+    const load = (how) => Engine.load(source, { contextLength: 2048, maxBatch: 16, onProgress, ...how });
+    const loading = at("gpu").checked ? load({ device: "gpu" }) : load({ learning: true });
+    engine = await loading.catch((error) => {
       if (!error.message.includes("learning needs")) throw error;
-      return load(false); // this browser can chat, but not learn
+      return load(); // this browser can chat, but not learn
     });
     show(await engine.info());
     startChat();
@@ -57,8 +58,8 @@ function show(info) {
     Parameters: `${(info.parameters / 1e6).toFixed(0)} million`,
     Weights: `${megabytes(info.weightsBytes)} (${info.formats.join(", ")})`,
     Memory: megabytes(info.memoryBytes),
-    Threads: String(info.threads),
-    "Bit-identical to native": info.exact ? "yes" : "no: this browser rounds twice",
+    "Computed by": info.gpu ?? `${info.threads} ${info.threads === 1 ? "thread" : "threads"}${info.fallback === undefined ? "" : ` (${info.fallback})`}`,
+    "Bit-identical to native": info.exact ? "yes" : info.device === "gpu" ? "no: on a GPU" : "no: this browser rounds twice",
   };
   at("facts").replaceChildren(
     ...Object.entries(facts).flatMap(([name, value]) => {

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { existsSync } from "node:fs";
-import { cp, mkdtemp, readdir, readFile, rm, writeFile } from "node:fs/promises";
+import { cp, mkdtemp, readdir, readFile, rm, symlink, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
@@ -78,6 +78,27 @@ for (const [name, command, isExact] of [["node", [process.execPath], true], ["de
     assert.equal(found.tokens.length, 8);
   });
 }
+
+const SWIFTSHADER = "/usr/lib/chromium/vk_swiftshader_icd.json";
+const webgpu = fileURLToPath(new URL("test/runtimes/node_modules/webgpu", `file://${process.cwd()}/`));
+test("node computes on a GPU with the package webgpu", { skip: [SWIFTSHADER, webgpu].every(existsSync) ? false : "webgpu or SwiftShader is not installed" }, async () => {
+  await symlink(webgpu, join(folder, "node_modules/webgpu"));
+  const source = `import { Engine } from "whet-web";
+    const found = {};
+    for (const device of ["cpu", "gpu"]) {
+      const engine = await Engine.load(process.argv[2], { weights: "float32", device });
+      found[device] = [];
+      for await (const { token } of engine.generate([1, 2, 3], { temperature: 0.8, maxNewTokens: 6, seed: 1 })) found[device].push(token);
+      found.info = await engine.info();
+      engine.close();
+    }
+    console.log(JSON.stringify(found));`;
+  await writeFile(join(folder, "gpu.js"), source);
+  const env = { ...process.env, VK_ICD_FILENAMES: SWIFTSHADER, XDG_RUNTIME_DIR: tmpdir() };
+  const found = JSON.parse(execFileSync(process.execPath, ["gpu.js", new URL("families/llama.gguf", FIXTURES).href], { cwd: folder, encoding: "utf8", timeout: 60_000, env }));
+  assert.equal(found.info.device, "gpu");
+  assert.deepEqual(found.gpu, found.cpu);
+});
 
 for (const resolution of ["nodenext", "bundler", "node10"]) {
   test(`types accept all valid calls with moduleResolution ${resolution}`, async () => {

@@ -12,7 +12,8 @@ const ROOMS = {
   text: ["core"], // tokenizers and chat templates
   settings: ["core", "text"], // settings and results of requests, for engine and learner
   learner: ["core", "files", "models", "text", "settings"], // adapters in training
-  engine: ["core", "files", "models", "text", "settings", "learner"],
+  gpu: ["core", "models"], // the plan of a model on a GPU
+  engine: ["core", "files", "models", "text", "settings", "learner", "gpu"],
   ".": ["core", "files", "engine", "learner", "settings", "text"], // the entries index.ts and ops.ts
 };
 const roomOf = (path) => (path.includes("/") ? path.split("/")[0] : ".");

@@ -40,7 +40,7 @@ nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
 
 nb::list buffers_of(const std::vector<gpu::Buffer>& buffers) {
     nb::list out;
-    for (const gpu::Buffer& buffer : buffers) out.append(nb::make_tuple(buffer.name, buffer.bytes));
+    for (const gpu::Buffer& buffer : buffers) out.append(nb::make_tuple(buffer.name, buffer.bytes, buffer.rows));
     return out;
 }
 
@@ -48,7 +48,7 @@ nb::list buffers_of(const std::vector<gpu::Buffer>& buffers) {
 nb::list uploads_of(const std::vector<gpu::Upload>& uploads) {
     nb::list out;
     for (const gpu::Upload& upload : uploads) {
-        auto* data = static_cast<char*>(const_cast<void*>(upload.data));
+        auto* data = static_cast<char*>(const_cast<void*>(upload.data()));
         const nb::object view =
             nb::steal(PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(upload.bytes), PyBUF_READ));
         out.append(nb::make_tuple(upload.buffer, upload.offset, view));
@@ -72,24 +72,15 @@ nb::list points_of(const std::vector<gpu::AdapterPoint>& points) {
     return out;
 }
 
-void make_plan_call(gpu::Plan* self, const Shared<Weights>& weights, KvType kv_type, size_t max_rows, size_t max_heads,
-                    size_t n_pages, size_t n_states, size_t max_writes, size_t binding_bytes) {
-    gpu::Plan plan =
-        gpu::make_plan(*weights.value, kv_type, {max_rows, max_heads, n_pages, n_states, max_writes, binding_bytes});
+void make_plan_call(gpu::Plan* self, const Shared<Weights>& weights, KvType kv_type, size_t max_rows, size_t n_pages,
+                    size_t n_states, size_t binding_bytes) {
+    gpu::Plan plan = gpu::make_plan(*weights.value, kv_type, {max_rows, n_pages, n_states, binding_bytes});
     new (self) gpu::Plan(std::move(plan));
 }
 
-// Numbers of pages and states within a budget of the CPU's cache and the size of a buffer, and the budget of as many.
 nb::tuple pages_call(const Shared<Weights>& weights, KvType kv_type, size_t kv_bytes, size_t binding_bytes) {
-    const ModelConfig& config = weights.value->config();
-    const KvMemory page(config, kv_type, 0);
-    const size_t largest = std::max<size_t>(1, gpu::largest_page_bytes(config, kv_type));
-    size_t n_pages = std::min(kv_bytes / page.page_bytes(), binding_bytes / largest), n_states = 0;
-    if (page.n_state_pages() > 0) {
-        n_states = std::min(n_pages / page.n_state_pages(), binding_bytes / gpu::largest_state_bytes(config));
-        n_pages = std::min(n_pages, n_states * page.n_state_pages() + page.n_state_pages() - 1);
-    }
-    return nb::make_tuple(n_pages, n_states, n_pages * page.page_bytes());
+    const gpu::CacheSize size = gpu::fit_cache(weights.value->config(), kv_type, kv_bytes, binding_bytes);
+    return nb::make_tuple(size.n_pages, size.n_states, size.kv_bytes);
 }
 
 // Copies the bytes of an object with a buffer.
@@ -121,14 +112,10 @@ void HostDevice::add_adapter(uint64_t number, Adapter& adapter) {
 }
 
 void HostDevice::write_pages(std::span<const PageWrite> writes) {
-    std::vector<int32_t> numbers;
-    for (const PageWrite& write : writes) {
-        if (write.from != PageIndex::kNone && write.from != write.page)
-            numbers.insert(numbers.end(), {write.page, write.from});
-    }
-    if (numbers.empty()) return;
+    const std::vector<int32_t> pages = gpu::page_copies(writes);
+    if (pages.empty()) return;
     const AcquiredGil gil;
-    program_.attr("write_pages")(array_of(numbers));
+    program_.attr("write_pages")(array_of(pages));
 }
 
 void HostDevice::forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) {
@@ -158,45 +145,27 @@ void HostDevice::read_hidden(std::span<const HiddenTask> tasks) {
     for (const HiddenTask& task : tasks) copy_bytes(program_.attr("read_hidden")(task.token), task.hidden, bytes);
 }
 
-nb::tuple HostDevice::head_inputs(std::span<const HeadInput> inputs) const {
-    const size_t d = config_.hidden_dim;
-    std::vector<int32_t> rows;
-    std::vector<float> hidden;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-        const float* stored = inputs[i].hidden;
-        rows.push_back(stored != nullptr ? -1 : static_cast<int32_t>(inputs[i].token));
-        if (stored == nullptr) continue;
-        hidden.resize(inputs.size() * d);
-        std::copy_n(stored, d, hidden.data() + i * d);
-    }
-    return nb::make_tuple(array_of(rows), array_of(hidden));
-}
-
 void HostDevice::draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) {
     static_assert(sizeof(Drawn) == 8);
-    std::vector<float> settings;
-    for (const PlainDraw& draw : draws) {
-        const float scale = draw.temperature > 0 ? 1 / draw.temperature : 0.0f;
-        const float reported = draw.model_logprobs || scale == 0 ? 1.0f : scale;
-        settings.insert(settings.end(), {scale, static_cast<float>(draw.uniform), reported, 0.0f});
-    }
+    const gpu::HeadRows rows = gpu::head_rows(inputs, config_.hidden_dim);
     const AcquiredGil gil;
-    const nb::tuple heads = head_inputs(inputs);
-    const nb::object drawn = program_.attr("draw")(heads[0], heads[1], array_of(settings));
+    const nb::object drawn =
+        program_.attr("draw")(array_of(rows.tokens), array_of(rows.hidden), array_of(gpu::draw_settings(draws)));
     copy_bytes(drawn, out, inputs.size() * sizeof(Drawn));
 }
 
 void HostDevice::logits(std::span<const HeadInput> inputs, float* out) {
+    const gpu::HeadRows rows = gpu::head_rows(inputs, config_.hidden_dim);
     const AcquiredGil gil;
-    const nb::tuple heads = head_inputs(inputs);
-    copy_bytes(program_.attr("logits")(heads[0], heads[1]), out, inputs.size() * config_.vocab_size * sizeof(float));
+    copy_bytes(program_.attr("logits")(array_of(rows.tokens), array_of(rows.hidden)), out,
+               inputs.size() * config_.vocab_size * sizeof(float));
 }
 
 void bind_gpu(nb::module_& m) {
     using nb::arg;
     nb::class_<gpu::Plan>(m, "GpuPlan")
         .def("__init__", &make_plan_call, arg("weights"), nb::kw_only(), arg("kv_type"), arg("max_rows"),
-             arg("max_heads"), arg("n_pages"), arg("n_states"), arg("max_writes"), arg("binding_bytes"))
+             arg("n_pages"), arg("n_states"), arg("binding_bytes"))
         .def_prop_ro("buffers", [](const gpu::Plan& plan) { return buffers_of(plan.buffers); })
         .def_prop_ro("uploads", [](const gpu::Plan& plan) { return uploads_of(plan.uploads); })
         .def_prop_ro("pipelines", [](const gpu::Plan& plan) { return pipelines_of(plan.pipelines); })

@@ -35,8 +35,6 @@ private:
     std::map<const Adapter*, int32_t> adapters_;  // their numbers
     gpu::Inputs inputs_;
 
-    // Tokens of the inputs, or -1, and stored hidden states: none, or a row for each input.
-    nanobind::tuple head_inputs(std::span<const HeadInput> inputs) const;
     void record_experts(std::span<const InputToken> tokens, KvMemory& memory);
 };
 

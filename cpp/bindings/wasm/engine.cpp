@@ -16,6 +16,9 @@
 #include "bindings/wasm/model.h"
 #include "bindings/wasm/result.h"
 #include "bindings/wasm/settings.h"
+#if defined(WHET_GPU)
+#include "bindings/wasm/gpu.h"
+#endif
 #include "engine/engine.h"
 #include "engine/primitives.h"
 
@@ -79,7 +82,7 @@ static_assert(are_enums_in_order(), "JavaScript sends an enum's value as its ind
 
 }  // namespace
 
-std::shared_ptr<const Weights> loaded_weights() { return weights; }
+std::shared_ptr<Weights> loaded_weights() { return weights; }
 
 WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     Settings from(numbers, n);
@@ -129,7 +132,11 @@ WHET_EXPORT(place_row) bool place_row(size_t token, size_t place) {
 
 WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {
     model.emplace(weights, max_batch + chunk, kv_type(bf16_cache));
+#if defined(WHET_GPU)
+    engine.emplace(*model, Limits{kv_bytes, max_batch, chunk}, nullptr, &gpu_device());
+#else
     engine.emplace(*model, Limits{kv_bytes, max_batch, chunk});
+#endif
 }
 
 WHET_EXPORT(kv_page_bytes) size_t kv_page_bytes(bool bf16_cache) {
@@ -181,7 +188,15 @@ WHET_EXPORT(plan_step) const int32_t* plan_step() {
     for (const InputToken& each : tokens) numbers.push_back(each.token);
     return numbers.data();
 }
+#if defined(WHET_GPU)
+WHET_EXPORT(step) void step() {
+    begin_gpu_step();
+    running().step();
+    end_gpu_step();
+}
+#else
 WHET_EXPORT(step) bool step() { return running().step(); }
+#endif
 WHET_EXPORT(is_done) bool is_done(uint32_t id) { return running().job(id).done; }
 WHET_EXPORT(job_error) void job_error(uint32_t id) { result = running().job(id).error; }
 WHET_EXPORT(remove) void remove_job(uint32_t id) { running().remove(id); }
@@ -209,8 +224,17 @@ void add_adapter_part(size_t layer, int target, size_t first_row, const float* a
                       size_t n) {
     adapter->add(*weights, layer, static_cast<Target>(target), first_row, a, b, rank, k, n);
 }
-WHET_EXPORT(end_adapter) void end_adapter(uint32_t id) { running().add_adapter(id, std::move(adapter)); }
+WHET_EXPORT(end_adapter) void end_adapter(uint32_t id) {
+#if defined(WHET_GPU)
+    add_to_gpu(id, *adapter);
+#endif
+    running().add_adapter(id, std::move(adapter));
+}
 WHET_EXPORT(remove_adapter) void remove_adapter(uint32_t id) { running().remove_adapter(id); }
+
+#if defined(WHET_GPU)
+WHET_EXPORT(gpu_adapter) void gpu_adapter() { describe_for_gpu(*adapter); }
+#endif
 
 // ---------------------------------------------------------------- maths independent of the host's libm
 

@@ -7,6 +7,6 @@
 namespace whet {
 
 // Null before begin_model.
-std::shared_ptr<const Weights> loaded_weights();
+std::shared_ptr<Weights> loaded_weights();
 
 }  // namespace whet

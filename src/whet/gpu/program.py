@@ -15,9 +15,6 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetError, WhetValueError
 
-MAX_HEADS = 64
-"""Rows of logits that are computed at once: the core's kHeadTile."""
-_MAX_WRITES = 1024
 _BINDING = re.compile(r"@binding\((\d+)\) var<storage, (read|read_write)>")
 
 
@@ -83,26 +80,25 @@ class Program:
         )
         try:
             self.plan = plan = _core.GpuPlan(
-                weights, kv_type=kv_type, max_rows=max_rows, max_heads=MAX_HEADS, n_pages=n_pages, n_states=n_states,
-                max_writes=_MAX_WRITES, binding_bytes=largest,
-            )  # fmt: skip
+                weights, kv_type=kv_type, max_rows=max_rows, n_pages=n_pages, n_states=n_states, binding_bytes=largest
+            )
         except ValueError as error:
             raise WhetValueError(
                 f"{where}: device is 'gpu', which has no kernel for {error}. Use the CPU: omit device."
             ) from None
         self._where, self._pid = where, os.getpid()
-        self._rows = {"hidden": max_rows, "recorded": max_rows, "logits": MAX_HEADS, "drawn": MAX_HEADS}
         self._n_used_experts = n_used_experts
         self._made: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
         listed = plan.buffers
         with _explained(where):
-            self._buffers = [self._make_buffer(*each) for each in listed]
+            self._buffers = [self._make_buffer(name, n_bytes) for name, n_bytes, _ in listed]
             pipelines = [self._pipeline(*each) for each in plan.pipelines]
             self._dispatches = {
                 name: [self._make_dispatch(self._buffers, pipelines, *each) for each in getattr(plan, name)]
                 for name in ("write_pages", "forward", "head", "draw")
             }
         self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
+        self._rows = {name: rows for name, _, rows in listed}
         self._points = {after: i for i, after in enumerate(plan.adapter_points)}
         self._adapters: dict[int, list[list[Dispatch]]] = {}  # by number: the dispatches of each point
         self._pending: list[Any] = []  # commands that are not yet submitted
@@ -124,14 +120,14 @@ class Program:
     def add_adapter(
         self,
         number: int,
-        buffers: list[tuple[str, int]],
+        buffers: list[tuple[str, int, int]],
         uploads: list[tuple[int, int, memoryview]],
         pipelines: list[Any],
         points: list[list[tuple[Any, ...]]],
     ) -> None:
         """Copy an adapter, whose dispatches add to the products of the plan's points."""
         with self._use():
-            made = [self._make_buffer(*each) for each in buffers]
+            made = [self._make_buffer(name, n_bytes) for name, n_bytes, _ in buffers]
             everything = self._buffers + made
             self._upload(everything, uploads)
             self._device.queue.write_buffer(made[0], 0, np.array([number], np.int32))
@@ -149,8 +145,9 @@ class Program:
         """Copy pages: (page, source) of each, in order."""
         with self._use():
             self._submit()
-            for begin in range(0, len(writes), 2 * _MAX_WRITES):
-                part = writes[begin : begin + 2 * _MAX_WRITES]
+            n = 2 * self._rows["writes"]
+            for begin in range(0, len(writes), n):
+                part = writes[begin : begin + n]
                 self._write("writes", part)
                 self._write("params", np.array([len(part) // 2], np.uint32), 8)
                 self._run(Pass("write_pages", 1))

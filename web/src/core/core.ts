@@ -49,14 +49,15 @@ export class Core {
     private readonly exports: Exports,
   ) {}
 
-  /** Instantiate the module. `shared`: on memory that threads share, for which the module must be built. */
-  static async create(module: WebAssembly.Module, shared: boolean): Promise<Core> {
+  /** Instantiate the module. `shared`: on memory that threads share, for which the module must be built. `gpu`: the functions that
+   * the build for GPUs calls. */
+  static async create(module: WebAssembly.Module, shared: boolean, gpu: WebAssembly.ModuleImports = {}): Promise<Core> {
     const [memory, maxBytes] = allocateMemory(shared);
     const text = (at: number, n: number) => new TextDecoder().decode(new Uint8Array(memory.buffer, at, n).slice());
     const raise = (type: number, typeSize: number, at: number, size: number) => {
       throw new CoreError(text(type, typeSize), text(at, size));
     };
-    const instance = await WebAssembly.instantiate(module, { env: { memory }, host: { raise } });
+    const instance = await WebAssembly.instantiate(module, { env: { memory }, host: { raise }, gpu });
     const core = new Core(module, memory, maxBytes, instance.exports as unknown as Exports);
     core.call("__wasm_call_ctors"); // once for all threads: constructed objects are in shared memory
     return core;

@@ -34,7 +34,7 @@ function wrapWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message, transfer = []) => worker.postMessage(message, transfer),
     onMessage: (listener) => worker.addEventListener("message", (event) => listener(event.data)),
-    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message || "its script could not be loaded; serve the package's worker.js, thread.js, hf.js, learner.js and wasm files from the page's own origin"))),
+    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message || "its script could not be loaded; serve the package's worker.js, thread.js, hf.js, learner.js, gpu.js and wasm files from the page's own origin"))),
     terminate: () => worker.terminate(),
   };
 }

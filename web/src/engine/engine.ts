@@ -20,21 +20,16 @@ interface PendingCall {
 }
 
 interface Assets {
-  /** URL of the folder that serves the package's worker.js, thread.js, hf.js, learner.js and wasm files. Default: this script's folder. */
+  /** URL of the folder that serves the package's worker.js, thread.js, hf.js, learner.js, gpu.js and wasm files. Default: this script's folder. */
   assets?: string | URL;
 }
 
-let hasWarned = false;
+const warned = new Set<string>();
 
-/** Warn once why an engine has only one thread. */
-function warnSingleThread(isolated: boolean): void {
-  if (hasWarned) return;
-  hasWarned = true;
-  console.warn(
-    isolated
-      ? "whet-web: the engine has one thread: this runtime lacks shared memory or address space for it."
-      : `whet-web: the engine has one thread: this page is not cross-origin isolated. Serve it with the headers ${ISOLATION}.`,
-  );
+/** Warn once, of all engines. */
+function warn(text: string): void {
+  if (!warned.has(text)) console.warn(`whet-web: the engine ${text}.`);
+  warned.add(text);
 }
 
 const isCount = (value: unknown, most = Infinity) => Number.isSafeInteger(value) && (value as number) >= 1 && (value as number) <= most;
@@ -87,12 +82,13 @@ export class Engine {
    */
   static async load(source: Sources, options: LoadOptions & FileOptions & Signal & Assets & { onProgress?: (progress: Progress) => void } = {}): Promise<Engine> {
     const where = "Engine.load";
-    checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "weights", "learning", "sha256", "cache", "signal", "onProgress", "assets"]);
+    checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "weights", "device", "learning", "sha256", "cache", "signal", "onProgress", "assets"]);
     const { signal, onProgress, assets, ...rest } = options;
     const { threads, contextLength, kvBytes, maxBatch } = rest;
     checkCounts(where, { threads, contextLength, kvBytes, maxBatch });
     checkWeights(where, rest.weights);
     if (rest.learning !== undefined && typeof rest.learning !== "boolean") throw new WhetError(`${where}: learning is ${show(rest.learning)}, expected true or false.`);
+    checkDevice(where, rest);
     checkDigests(rest.sha256, where);
     checkSignal(where, signal);
     if (onProgress !== undefined && typeof onProgress !== "function") throw new WhetError(`${where}: onProgress is ${show(onProgress)}, expected a function.`);
@@ -105,8 +101,9 @@ export class Engine {
         if ("port" in either) engine.startThread(either.port, assets);
         else onProgress?.(either);
       });
-      const { build } = (await loading) as Info;
-      if (build === "plain" && threads !== 1) warnSingleThread(isolated);
+      const { build, fallback } = (await loading) as Info;
+      if (fallback !== undefined) warn(`computes on the CPU: ${fallback}`);
+      if (build === "plain" && threads !== 1) warn(`has one thread: ${isolated ? "this runtime lacks shared memory or address space for it" : `this page is not cross-origin isolated. Serve it with the headers ${ISOLATION}`}`);
     } catch (error) {
       engine.close();
       throw error;
@@ -325,6 +322,12 @@ export class Engine {
       }
     });
   }
+}
+
+function checkDevice(where: string, { device, learning, threads }: LoadOptions): void {
+  if (device !== undefined && device !== "cpu" && device !== "gpu") throw new WhetError(`${where}: device is ${show(device)}, expected "cpu" or "gpu".`);
+  if (device === "gpu" && learning) throw new WhetError(`${where}: device is "gpu", and learning computes on the CPU. Omit one of them.`);
+  if (device === "gpu" && threads !== undefined) throw new WhetError(`${where}: device is "gpu", and threads are the CPU's. Omit one of them.`);
 }
 
 function checkWeights(where: string, weights: unknown): void {

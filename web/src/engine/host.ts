@@ -7,6 +7,7 @@ import { startCore } from "../core/start.js";
 import { engineCalls, enums, promptFields, sampleFields } from "../facts.js";
 import { type Caller, closeAll, type DownloadOptions, type Reader } from "../files/reader.js";
 import { type Files, isFolder, openReader } from "../files/sources.js";
+import type { Program } from "../gpu/program.js";
 import type { Row } from "../learner/batch.js";
 import type { LearnerHost } from "../learner/host.js";
 import type { AdapterSettings, Example, LearnerInfo, LearnRequest } from "../learner/protocol.js";
@@ -14,9 +15,9 @@ import type { LoraFactors } from "../models/adapters.js";
 import type { Token } from "../settings/requests.js";
 import type { TextStream, TokenTexts } from "../text/token_texts.js";
 import type { Message, PromptOptions, TextTokenizer } from "../text/tokenizer.js";
-import { loadHf, loadLearner } from "./chunks.js";
+import { loadGpu, loadHf, loadLearner } from "./chunks.js";
 import { packWeights } from "./packing.js";
-import { checkMemory, DEFAULT_BATCH, describePlan, hasBf16Cache, makePlan, open, PAGE_TOKENS, type Plan, PREFILL_CHUNK } from "./plan.js";
+import { checkMemory, describePlan, makePlan, type ModelFiles, open, PAGE_TOKENS, type Plan, PREFILL_CHUNK } from "./plan.js";
 import type { Call, Info, LoadOptions, Measure, Request } from "./protocol.js";
 import { TokenRows } from "./token_rows.js";
 
@@ -26,7 +27,7 @@ export class Host {
   private tokenizer: TextTokenizer | undefined;
   private hasTokenTexts = false; // whether the core has the token texts
   private learner: LearnerHost | undefined;
-  private lastTurn: Promise<unknown> = Promise.resolve(); // with a second embedding: see inTurn
+  private lastTurn: Promise<unknown> = Promise.resolve(); // see inTurn
 
   private constructor(
     private readonly core: Core,
@@ -37,40 +38,49 @@ export class Host {
     private readonly weights: string | undefined,
     /** Rows of the second embedding, if the model has one. */
     private readonly rows: TokenRows | undefined,
+    /** The GPU that computes, if one does. */
+    private readonly program: Program | undefined,
   ) {}
 
   /** `startWorker`: starts a worker for a thread, which receives its Thread on the port. `tableBytes`: memory for rows of a second embedding. */
   static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions, startWorker: (port: MessagePort) => void, tableBytes?: number): Promise<Host> {
-    const { core, build } = await startCore(isolated, "Engine.load", { learning: options.learning });
-    const reader = await open(files, from, false);
+    let reader: ModelFiles | undefined;
     let rows: TokenRows | undefined;
     try {
-      const { slices, ...plan } = await makePlan(core, reader, options, false, from.where, tableBytes);
-      const { config, formats, table } = plan;
-      const maxBatch = options.maxBatch ?? DEFAULT_BATCH;
-      // One sequence of maxPosition tokens, and for every further sample its last prompt page and a new page.
-      const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
-      checkMemory(core, plan, kvBytes);
-      const n = build !== "plain" ? (options.threads ?? Math.max(1, Math.floor(nProcessors() / 2))) : 1;
+      const planOn = async (core: Core) => makePlan(core, (reader ??= await open(files, from, false)), options, false, from.where, tableBytes);
+      const onCpu = async () => {
+        const { core, build } = await startCore(isolated, "Engine.load", options);
+        return { core, build, plan: await planOn(core), program: undefined };
+      };
+      const startGpu = async (gpu: WebAssembly.ModuleImports) => (await startCore(isolated, "Engine.load", { gpu })).core;
+      const gpu = options.device === "gpu" ? await (await loadGpu()).planOnGpu(startGpu, planOn) : "";
+      const { core, build, plan: whole, program } = typeof gpu === "object" ? gpu : await onCpu();
+      const { slices, ...plan } = whole;
+      const { config, table, kvBytes } = plan;
+      checkMemory(core, plan, program === undefined);
+      const n = build === "plain" || build === "gpu" ? 1 : (options.threads ?? Math.max(1, Math.floor(nProcessors() / 2)));
       await Promise.all(Array.from({ length: n - 1 }, () => startThread(core, startWorker)));
       core.call("set_threads", n);
-      await packWeights(core, { ...plan, slices }, reader, from);
-      const held = table && new TokenRows(core, table, reader);
-      engineCalls.begin_engine(core, { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
+      await packWeights(core, whole, reader!, from, program?.uploads(config));
+      const held = table && new TokenRows(core, table, reader!);
+      engineCalls.begin_engine(core, { kvBytes, maxBatch: plan.maxRows - PREFILL_CHUNK, chunk: PREFILL_CHUNK, bf16Cache: plan.bf16Cache });
       const info = {
         ...describePlan(plan),
         vocabSize: config.vocabSize,
         threads: n,
         build,
-        exact: core.call("is_fused") === 1,
+        device: program === undefined ? ("cpu" as const) : ("gpu" as const),
+        ...(program && { gpu: program.name }),
+        ...(typeof gpu === "string" && gpu !== "" && { fallback: gpu }),
+        exact: program === undefined && core.call("is_fused") === 1,
         hasChatTemplate: plan.hasChatTemplate,
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
       };
       rows = held;
-      return new Host(core, plan, info, reader.name, options.weights, rows);
+      return new Host(core, plan, info, reader!.name, options.weights, rows, program);
     } finally {
-      if (rows === undefined) await reader.close?.(); // else rows are read from it
+      if (rows === undefined) await reader?.close?.(); // else rows are read from it
     }
   }
 
@@ -153,8 +163,10 @@ export class Host {
     const stopLengths = strings.map((bytes) => bytes.length);
     const numbers = encode(promptFields, { ...sampling, adapter: adapterId, n, minNewTokens, maxNewTokens, keep: true, promptIndex, stopLengths });
     const stopText = Uint8Array.from(strings.flatMap((bytes) => [...bytes]));
-    const id = this.core.with([prompt, stops, stopText, numbers], (tokens, stopTokens, text, settings) =>
-      this.add(where, engineCalls.add_prompt, { tokens, nTokens: prompt.length, stops: stopTokens, nStops: stops.length, stopText: text, numbers: settings, nNumbers: numbers.length }),
+    const id = await this.betweenSteps(() =>
+      this.core.with([prompt, stops, stopText, numbers], (tokens, stopTokens, text, settings) =>
+        this.add(where, engineCalls.add_prompt, { tokens, nTokens: prompt.length, stops: stopTokens, nStops: stops.length, stopText: text, numbers: settings, nNumbers: numbers.length }),
+      ),
     );
     const texts = this.textStreams(n, where);
     const newTokens = (from: number, sample: number) => this.readTokens(id, sample, from, texts[sample], strings.length > 0, sampling.topLogprobs);
@@ -181,22 +193,28 @@ export class Host {
       const error = this.core.result();
       if (error !== "") throw new WhetError(`${where}: ${error}`);
     } finally {
-      this.core.call("remove", id);
+      await this.betweenSteps(() => this.core.call("remove", id));
     }
   }
 
-  /** Run a step of all requests. With a second embedding, the rows of its tokens are read before; steps follow one another. */
+  /** Run a step of all requests. With a second embedding, the rows of its tokens are read before. Steps that wait for rows or for a
+   * GPU follow one another. */
   private step(id: number, by: Caller): unknown {
-    const { core, rows } = this;
-    if (rows === undefined) return core.call("step");
+    const { core, rows, program } = this;
+    if (rows === undefined && program === undefined) return core.call("step");
     const isDone = () => core.call("is_done", id) === 1; // by the step of another request
     return this.inTurn(async () => {
-      while (!isDone() && (await rows.read(this.tokensAt(core.call("plan_step")), by)));
-      if (!isDone()) core.call("step");
+      while (!isDone() && (await rows?.read(this.tokensAt(core.call("plan_step")), by)));
+      if (!isDone()) await (program === undefined ? core.call("step") : program.step());
     });
   }
 
-  /** Run after all earlier ones, which wait for rows of the second embedding. */
+  /** Run what changes the next step: not within one that waits for a GPU. */
+  private betweenSteps<T>(run: () => T | Promise<T>): T | Promise<T> {
+    return this.program === undefined ? run() : this.inTurn(async () => run());
+  }
+
+  /** Run after all earlier ones. */
   private inTurn<T>(run: () => Promise<T>): Promise<T> {
     const turn = this.lastTurn.then(run);
     this.lastTurn = turn.catch(() => {}); // the error is the caller's
@@ -261,14 +279,16 @@ export class Host {
     this.checkLength(tokens, "tokens", 0, where);
     this.checkAdapter(adapter, where);
     if (start > tokens.length) throw new WhetError(`${where}: start is ${start}, expected 1 to ${tokens.length}, the number of tokens.`);
-    const id = this.core.with([tokens], (at) => this.add(where, engineCalls.add_score, { tokens: at, n: tokens.length, scoreFrom: start, temperature, adapterId: adapter }));
+    const id = await this.betweenSteps(() => this.core.with([tokens], (at) => this.add(where, engineCalls.add_score, { tokens: at, n: tokens.length, scoreFrom: start, temperature, adapterId: adapter })));
     let found = new Float32Array();
     await this.runRequest(id, where, signal, () => (found = this.core.floats(this.core.call("scores", id), tokens.length - start)));
     return found;
   }
 
   async loadAdapter(files: Files, from: DownloadOptions): Promise<number> {
-    return this.addAdapter(await this.readAdapter(files, from));
+    const factors = await this.readAdapter(files, from);
+    const { program } = this;
+    return program === undefined ? this.addAdapter(factors) : this.inTurn(() => this.addToGpu(program, factors));
   }
 
   private async readAdapter(files: Files, from: DownloadOptions): Promise<LoraFactors[]> {
@@ -285,6 +305,17 @@ export class Host {
   }
 
   private addAdapter(factors: LoraFactors[]): number {
+    this.beginAdapter(factors);
+    return this.endAdapter();
+  }
+
+  private async addToGpu(program: Program, factors: LoraFactors[]): Promise<number> {
+    this.beginAdapter(factors);
+    await program.addAdapter(this.nextAdapter);
+    return this.endAdapter();
+  }
+
+  private beginAdapter(factors: LoraFactors[]): void {
     this.core.call("begin_adapter");
     for (const { layer, target, firstRow, rank, a, b, scaling } of factors) {
       const factor = Math.fround(scaling);
@@ -293,15 +324,20 @@ export class Host {
         engineCalls.add_adapter_part(this.core, { layer, target: enums.target.indexOf(target), firstRow, a: down, b: up, rank, k: a.length / rank, n: b.length / rank }),
       );
     }
+  }
+
+  private endAdapter(): number {
     this.core.call("end_adapter", this.nextAdapter);
     this.adapters.add(this.nextAdapter);
     return this.nextAdapter++;
   }
 
-  removeAdapter(adapter: number): void {
+  removeAdapter(adapter: number): void | Promise<void> {
     this.checkAdapter(adapter, "Engine.removeAdapter");
-    this.core.call("remove_adapter", adapter);
-    this.adapters.delete(adapter);
+    return this.betweenSteps(() => {
+      this.core.call("remove_adapter", adapter);
+      this.adapters.delete(adapter);
+    });
   }
 
   /** Run an action of the learner. */
@@ -329,7 +365,7 @@ export class Host {
     const modules = (await loadHf()).locateModules(plan.config, plan.family);
     const saved = files === undefined ? undefined : await this.readAdapter(files, from);
     if (this.learner !== undefined) throw new WhetError(`${where}: the engine has a learner already. Close it first: learner.close().`);
-    this.learner = new LearnerHost({ core, ...plan, modules, name: this.name, weights: this.weights, addAdapter: (factors) => this.addAdapter(factors), removeAdapter: (adapter) => { if (this.adapters.has(adapter)) this.removeAdapter(adapter); } }, settings, saved, where);
+    this.learner = new LearnerHost({ core, ...plan, modules, name: this.name, weights: this.weights, addAdapter: (factors) => this.addAdapter(factors), removeAdapter: (adapter) => { if (this.adapters.has(adapter)) void this.removeAdapter(adapter); } }, settings, saved, where);
     return this.learner.info;
   }
 

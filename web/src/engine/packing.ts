@@ -1,10 +1,11 @@
-/** Packing of a model's tensors into the core's memory. */
+/** Packing of a model's tensors into the core's memory, or by way of it into a GPU's. */
 import type { Core } from "../core/core.js";
 import { WhetError } from "../core/errors.js";
 import { engineCalls, lossFields } from "../facts.js";
 import { type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
-import { type ModelConfig, slots, TABLE } from "../models/architecture.js";
-import { type FormatSpan, isFloat, type StoredType, weightFormats } from "../models/formats.js";
+import type { Uploads } from "../gpu/program.js";
+import { TABLE } from "../models/architecture.js";
+import { isFloat, type StoredType, weightFormats } from "../models/formats.js";
 import { type PackingLoss, RangeCheck } from "../models/range.js";
 import type { RowSlice } from "../models/slices.js";
 import { loadHf } from "./chunks.js";
@@ -52,19 +53,6 @@ async function* readSlices(slices: RowSlice[], reader: Reader): AsyncGenerator<[
   }
 }
 
-function allocateWeights(core: Core, config: ModelConfig, formats: Map<string, FormatSpan[]>): void {
-  const known = weightFormats(core);
-  for (const [slot, shape] of slots(config)) {
-    core.withText(slot, (at, n) => {
-      const spans = formats.get(slot);
-      if (spans === undefined) return core.call("add_vector", at, n, shape[0]);
-      for (const span of spans) engineCalls.add_matrix(core, { slot: at, size: n, format: known.get(span.format)!.index, n: span.rows, k: shape[1] });
-      return 0;
-    });
-  }
-  core.call("allocate_weights");
-}
-
 /** Copy a slice's rows into the core's memory and pack them; return what packing loses. */
 function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string, StoredType>, where: string): PackingLoss {
   const { tensor, row, count, stride, isTransposed } = slice;
@@ -83,16 +71,20 @@ function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string,
   );
 }
 
-/** Read a model's tensors, except the second embedding, and pack them; progress is reported per block. */
-export async function packWeights(core: Core, { config, formats, slices, types }: Pick<Plan, "config" | "formats" | "slices" | "types">, reader: Reader & { name: string }, from: DownloadOptions): Promise<void> {
-  allocateWeights(core, config, formats);
+/** Read a model's tensors, except the second embedding, and pack them; progress is reported per block. Without `uploads` they stay
+ * in the core's memory. */
+export async function packWeights(core: Core, { slices, types }: Pick<Plan, "slices" | "types">, reader: Reader & { name: string }, from: DownloadOptions, uploads?: Uploads): Promise<void> {
+  if (uploads === undefined) core.call("allocate_weights");
   const range = new RangeCheck(weightFormats(core), reader.name);
   for await (const [slice, stored] of readSlices(slices.filter(({ slot }) => slot !== TABLE), reader)) {
     if (from.signal.aborted) throw from.signal.reason;
     const { convert, tensor } = slice;
     const bytes = convert === undefined ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map(convert).buffer);
+    uploads?.begin(slice.slot);
     range.add(slice, pack(core, slice, bytes, types, reader.name));
+    await uploads?.end(slice.slot, slice.count);
     from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
   }
   range.finish();
+  await uploads?.finish();
 }

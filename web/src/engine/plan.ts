@@ -2,6 +2,7 @@
 import type { Core } from "../core/core.js";
 import { MissingFileError, OutOfMemoryError, WhetError } from "../core/errors.js";
 import { startCore } from "../core/start.js";
+import { engineCalls } from "../facts.js";
 import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
 import type { DownloadOptions } from "../files/reader.js";
 import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
@@ -16,7 +17,7 @@ import type { Estimate, LoadOptions } from "./protocol.js";
 import { planTable, type Table } from "./token_rows.js";
 
 const DEFAULT_MAX_CONTEXT = 4096; // tokens
-export const DEFAULT_BATCH = 4; // samples
+const DEFAULT_BATCH = 4; // samples
 export const PREFILL_CHUNK = 64; // prompt tokens per step
 export const PAGE_TOKENS = 64;
 
@@ -36,6 +37,12 @@ export interface Plan extends Model {
   types: Map<string, StoredType>;
   /** Size of a page of the KV cache: PAGE_TOKENS tokens. */
   pageBytes: number;
+  /** Size of the KV cache. */
+  kvBytes: number;
+  /** 1 if the cache is in bfloat16, else 0. */
+  bf16Cache: number;
+  /** Tokens of a step: of the samples, and of prompts. */
+  maxRows: number;
   /** The second embedding, if the model has one. */
   table: Table | undefined;
 }
@@ -66,10 +73,12 @@ function weightsBytesOf(core: Core, { config, formats, table }: Sized): number {
   return Math.round(bytes);
 }
 
-/** Check that weights and KV cache fit in the core's 32-bit memory. */
-export function checkMemory(core: Core, plan: Sized & Pick<Plan, "pageBytes">, kvBytes: number): void {
+/** Check that the KV cache has pages for a prompt and its sample, and fits with the weights in the core's 32-bit memory. */
+export function checkMemory(core: Core, plan: Sized & Pick<Plan, "pageBytes" | "kvBytes">, isInCore: boolean): void {
+  const { kvBytes } = plan;
   const minBytes = 2 * plan.pageBytes;
   if (kvBytes < minBytes) throw new WhetError(`Engine.load: kvBytes is ${kvBytes}, expected at least ${minBytes}: a page for the prompt and one for its sample.`);
+  if (!isInCore) return;
   const weightsBytes = weightsBytesOf(core, plan);
   if (weightsBytes + kvBytes < core.maxBytes) return;
   const mb = (bytes: number) => `${Math.ceil(bytes / 1e6)} MB`;
@@ -78,10 +87,10 @@ export function checkMemory(core: Core, plan: Sized & Pick<Plan, "pageBytes">, k
   );
 }
 
-type AnyReader = ModelReader | FolderReader;
+export type ModelFiles = ModelReader | FolderReader;
 
 /** Open a model's files. `headersOnly`: download only the ranges that are read. */
-export async function open(files: Files, from: DownloadOptions, headersOnly: boolean): Promise<AnyReader> {
+export async function open(files: Files, from: DownloadOptions, headersOnly: boolean): Promise<ModelFiles> {
   const hasFolder = files.length === 1 ? await isFolder(files[0][1]) : files.some(([name]) => /(^|\/)config\.json$/.test(name));
   if (!hasFolder) return openModel(files, { ...from, isReadInPlace: hasTable }, { headersOnly });
   const openOne = headersOnly ? openRanges : openReader;
@@ -93,15 +102,34 @@ export async function open(files: Files, from: DownloadOptions, headersOnly: boo
   return (await loadHf()).openFolder(files, from, headersOnly, openers);
 }
 
-export async function makePlan(core: Core, reader: AnyReader, { contextLength, weights, maxBatch = DEFAULT_BATCH }: LoadOptions, headersOnly: boolean, where: string, tableBytes?: number): Promise<Plan> {
+export async function makePlan(core: Core, reader: ModelFiles, { contextLength, weights, kvBytes, maxBatch = DEFAULT_BATCH }: LoadOptions, headersOnly: boolean, where: string, tableBytes?: number): Promise<Plan> {
   const lengthOf = (trained: number) => contextLength ?? Math.min(trained, DEFAULT_MAX_CONTEXT);
   const model = "folder" in reader ? await readFolderModel(core, reader, lengthOf, headersOnly, where) : await readGgufModel(core, reader, lengthOf, where);
   const types = storedTypes(core);
   const formats = chooseFormats(core, model.config, model.slices, types, weights, where);
   const numbers = encodeConfig(model.config);
   core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
-  const table = planTable(model.config, model.slices, types, maxBatch + PREFILL_CHUNK, tableBytes);
-  return { ...model, types, formats, table, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
+  addSlots(core, model.config, formats);
+  const maxRows = maxBatch + PREFILL_CHUNK;
+  const table = planTable(model.config, model.slices, types, maxRows, tableBytes);
+  const bf16Cache = Number(hasBf16Cache(formats));
+  const pageBytes = core.call("kv_page_bytes", bf16Cache);
+  // One sequence of maxPosition tokens, and for every further sample its last prompt page and a new page.
+  const cacheBytes = kvBytes ?? pageBytes * (Math.ceil(model.config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
+  return { ...model, types, formats, table, maxRows, bf16Cache, pageBytes, kvBytes: cacheBytes };
+}
+
+/** Name a model's weights and their formats to the core. */
+function addSlots(core: Core, config: ModelConfig, formats: Map<string, FormatSpan[]>): void {
+  const known = weightFormats(core);
+  for (const [slot, shape] of slots(config)) {
+    core.withText(slot, (at, n) => {
+      const spans = formats.get(slot);
+      if (spans === undefined) return core.call("add_vector", at, n, shape[0]);
+      for (const span of spans) engineCalls.add_matrix(core, { slot: at, size: n, format: known.get(span.format)!.index, n: span.rows, k: shape[1] });
+      return 0;
+    });
+  }
 }
 
 async function readFolderModel(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headersOnly: boolean, caller: string): Promise<Model> {
@@ -135,4 +163,4 @@ export function describePlan({ architecture, config, formats }: Pick<Plan, "arch
   };
 }
 
-export const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => [...formats].find(([slot]) => /\.(o|(conv|delta)_out)$/.test(slot))![1].some((span) => span.format !== "float32");
+const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => [...formats].find(([slot]) => /\.(o|(conv|delta)_out)$/.test(slot))![1].some((span) => span.format !== "float32");

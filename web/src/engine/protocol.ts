@@ -18,6 +18,8 @@ export interface LoadOptions {
   maxBatch?: number;
   /** Format of all weights, such as "q8_0" or "float32". Default: quantised weights keep their format, floats become bf16. */
   weights?: string;
+  /** "gpu": compute with WebGPU; where that is not possible, on the CPU, with a warning. Default: "cpu". */
+  device?: "cpu" | "gpu";
   /** Load the build that learns, which needs threads: see Engine.learner. Default: false. */
   learning?: boolean;
 }
@@ -47,6 +49,11 @@ export interface Info extends Sizes {
   vocabSize: number;
   threads: number;
   build: Build;
+  device: "cpu" | "gpu";
+  /** The GPU that computes. */
+  gpu?: string;
+  /** Why the CPU computes although `device` was "gpu". */
+  fallback?: string;
   /** Whether results are bit-identical to native Whet's: this runtime has a fused multiply-add. */
   exact: boolean;
   /** Whether prompts can be messages. */
