@@ -44,8 +44,8 @@ QWEN2_1500M = ModelShape("1.5 B Qwen2", {**QWEN2_500M.hf_config, **PRESETS["qwen
 NOTE = (
     f"Each row is a whole process: the median time of the steps after the first, the time from the start of the "
     f"process to its first step, and its memory peak. LoRA has rank {RANK} on all linear layers except the head; rows, "
-    "order and settings are equal for all contenders. TRL and PEFT multiply in bfloat16 (autocast) without gradient "
-    "checkpointing, in micro-batches of {micro_batch}."
+    "order and settings are equal for all contenders. TRL and PEFT multiply in bfloat16 (autocast), except where the "
+    "row is named float32, without gradient checkpointing, in micro-batches of {micro_batch}."
 )
 _LONG = "Random weights of the real shape, prompts of random letters; completions have full length."
 _NOTES: Mapping[Method, str] = {
@@ -112,10 +112,11 @@ def peer(name: str, base: str = "float32", note: str = "", **settings: Any) -> P
 
 
 def peers(micro_batch: int) -> list[Provider]:
-    """Create providers of TRL and PEFT in their fastest setting, and with a bfloat16 base."""
+    """Create providers of TRL and PEFT, of which the fastest depends on the CPU: bfloat16 needs its instructions."""
     return [
         peer("TRL + PEFT", micro_batch=micro_batch, note="base in float32"),
         peer("TRL + PEFT bf16 base", "bfloat16", micro_batch=micro_batch),
+        peer("TRL + PEFT float32", micro_batch=micro_batch, note="products in float32", bf16=False),
     ]
 
 
