@@ -49,6 +49,11 @@ test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wid
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scale
 
+# On a machine with a GPU: its results next to the CPU's, and its speed. Needs no network once the packages are there.
+gpu-check: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 tests/gpu
+	$(BIN)/whet bench gpu
+
 # Compiles llama.cpp. Not in check, which uses stored log-probs and tokens. `make test-real ONLY=Q4_K_M` tests one file.
 test-real: $(VENV)/.installed-real
 	$(BIN)/python -m tests.real.compare_tokenizers

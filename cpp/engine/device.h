@@ -30,6 +30,10 @@ public:
     virtual void read_hidden(std::span<const HiddenTask> tasks) = 0;
     // Draws a token after each of n hidden states, as draw_token() does.
     virtual void draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) = 0;
+    // Computes steps in which each token is followed by its draw: `tokens` and `draws` are of all steps, one step after
+    // the other.
+    virtual void decode(std::span<const InputToken> tokens, size_t n_steps, std::span<const PlainDraw> draws,
+                        Drawn* out) = 0;
     // Computes the logits (n, vocab_size) of n hidden states.
     virtual void logits(std::span<const HeadInput> inputs, float* out) = 0;
 };

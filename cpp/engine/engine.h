@@ -33,11 +33,11 @@ public:
                 draft_->draft();
             }
         }
+        if (kTimesSteps && !scheduler_.is_step_open()) start_s_ = now_s();
         StepPlan& plan = scheduler_.plan();
         if (plan.is_empty()) return false;
-        const double start_s = now_s();
         const std::span<const Drawn> drawn = runner_.run(plan, memory_);
-        scheduler_.complete(drawn, now_s() - start_s);
+        scheduler_.complete(drawn, kTimesSteps ? now_s() - start_s_ : 0.0);
         return true;
     }
 
@@ -85,11 +85,14 @@ public:
     size_t n_accepted() const { return scheduler_.n_accepted(); }
 
 private:
+    static constexpr bool kTimesSteps = kIsComplete || kHasDevices;  // drafts and lookahead depend on it
+
     Transformer& transformer_;
     KvMemory memory_;
     Scheduler scheduler_;
     ModelRunner runner_;
     DraftModel* const draft_;
+    double start_s_ = 0;  // of the step
 };
 
 }  // namespace whet

@@ -25,11 +25,8 @@ std::vector<HeadInput> head_inputs(const StepPlan& plan, std::span<const size_t>
     return inputs;
 }
 
-// Whether a draw is from the whole distribution, and only its token and log-prob are needed.
-bool is_plain(const DrawTask& draw, size_t vocab_size) {
-    const Sampling& s = *draw.sampling;
-    const bool filters = (s.top_k > 0 && static_cast<size_t>(s.top_k) < vocab_size) || s.top_p < 1 || s.min_p > 0;
-    return s.top_logprobs == 0 && draw.kept == nullptr && !adjusts(s, draw.history) && (!filters || s.temperature == 0);
+PlainDraw plain_draw(const DrawTask& draw) {
+    return {draw.sampling->temperature, draw.uniform, draw.sampling->model_logprobs};
 }
 
 }  // namespace
@@ -44,6 +41,12 @@ ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch, Device* dev
 std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
     has_workspace_ = true;
     write_pages(plan.page_writes, memory);
+    if (kHasDevices && plan.n_steps > 1) {
+        std::vector<PlainDraw> draws;
+        for (const DrawTask& draw : plan.draws) draws.push_back(plain_draw(draw));
+        device_->decode(plan.tokens, plan.n_steps, draws, drawn_.data());
+        return {drawn_.data(), plan.draws.size()};
+    }
     run_heads(plan, plan.tokens.empty() ? nullptr : forward(plan, memory));
     return {drawn_.data(), plan.draws.size()};
 }
@@ -133,10 +136,7 @@ void ModelRunner::draw_on_device(const StepPlan& plan) {
     for (size_t begin = 0; begin < plain.size(); begin += head_tile_) {
         const auto tile = std::span(plain).subspan(begin, std::min(head_tile_, plain.size() - begin));
         std::vector<PlainDraw> draws;
-        for (const size_t head : tile) {
-            const DrawTask& draw = plan.draws[head];
-            draws.push_back({draw.sampling->temperature, draw.uniform, draw.sampling->model_logprobs});
-        }
+        for (const size_t head : tile) draws.push_back(plain_draw(plan.draws[head]));
         device_->draw(head_inputs(plan, tile), draws, found.data());
         for (size_t i = 0; i < tile.size(); ++i) drawn_[tile[i]] = found[i];
     }

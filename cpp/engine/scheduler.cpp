@@ -49,8 +49,9 @@ StepPlan& Scheduler::plan() {
 void Scheduler::complete(std::span<const Drawn> drawn, double seconds) {
     if constexpr (kIsComplete) {
         reserve_kept();
-        if (limits_.speculation && counts_.empty()) step_times_.add(plan_.draws.size(), seconds);
+        if (limits_.speculation && counts_.empty() && plan_.n_steps == 1) step_times_.add(plan_.draws.size(), seconds);
     }
+    if (kHasDevices && counts_.empty()) step_s_ = seconds / static_cast<double>(plan_.n_steps);
     is_step_open_ = false;
     advance_prompts();
     for (size_t i = 0; i < plan_.draws.size(); ++i) append(plan_.draws[i], drawn[i]);
@@ -79,24 +80,59 @@ void Scheduler::plan_samples() {
         const size_t n_prompt = job.request.tokens.size(), n_drawn = sample.tokens.size();
         plan_draw(i, n_drawn, DrawTask::kNone, plan_.tokens.size());
         if (running.fresh) continue;
-        const auto plan_token = [&](int32_t token, size_t position) {
-            if (position / kPage == running.pages.size()) {
-                // Copy on write of the prompt's last page if it is not full.
-                const bool extends_prompt = position == n_prompt && position % kPage != 0;
-                reserve_page_writes(1);
-                running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
-                --running.reserved, --reserved_;
-            }
-            plan_.tokens.push_back({token, static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
-        };
-        plan_token(sample.tokens.back(), n_prompt + n_drawn - 1);
+        plan_token(running, sample.tokens.back(), n_prompt + n_drawn - 1);
         if (is_recurrent()) plan_run(1, running.has_state ? running.state : job.state, running.state);
         if (!kIsComplete || running.drafts == nullptr) continue;
         size_t position = n_drawn;
         for (const int32_t token : draft(running, n_draws, n_drafts)) {
             plan_draw(i, ++position, token, plan_.tokens.size());
-            plan_token(token, n_prompt + position - 1);
+            plan_token(running, token, n_prompt + position - 1);
             ++n_drafts;
+        }
+    }
+    if constexpr (kHasDevices) {
+        plan_.n_steps = n_drafts == 0 ? n_steps_ahead() : 1;
+        plan_ahead();
+    }
+}
+
+// Adds a token of a sample, with a page for its keys and values.
+void Scheduler::plan_token(Running& running, int32_t token, size_t position) {
+    const Job& job = *running.job;
+    if (position / kPage == running.pages.size()) {
+        // Copy on write of the prompt's last page if it is not full.
+        const bool extends_prompt = position == job.request.tokens.size() && position % kPage != 0;
+        reserve_page_writes(1);
+        running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
+        --running.reserved, --reserved_;
+    }
+    plan_.tokens.push_back({token, static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
+}
+
+// The number of steps that a device can compute before their tokens are known here: while only samples run, whose draws
+// are plain, and as many as nobody waits long for, or two.
+size_t Scheduler::n_steps_ahead() const {
+    constexpr double kLongest_s = 0.05;
+    const size_t n = running_.size();
+    const bool has_room = n > 0 && n <= kMaxStepDrafts && n == plan_.draws.size() && n == plan_.tokens.size();
+    if (limits_.lookahead == 1 || !has_room || !prefilling_.empty() || is_recurrent() || step_s_ == 0) return 1;
+    if (memory_.token_experts() > 0 || config_.has_layer_inputs()) return 1;  // are read and computed between steps
+    size_t most = std::min({limits_.lookahead, 1 + kMaxStepDrafts / n, max_tokens_ / n});
+    for (const DrawTask& draw : plan_.draws) {
+        if (!is_plain(draw, config_.vocab_size)) return 1;
+        most = std::min(most, running_[draw.sample].job->request.max_new_tokens - draw.position);
+    }
+    return std::min(most, std::max(size_t{2}, static_cast<size_t>(kLongest_s / step_s_)));
+}
+
+// Adds the following steps, whose tokens are drawn by the steps before.
+void Scheduler::plan_ahead() {
+    for (size_t step = 1; step < plan_.n_steps; ++step) {
+        for (size_t i = 0; i < running_.size(); ++i) {
+            const Request& request = running_[i].job->request;
+            const size_t position = running_[i].job->samples[running_[i].sample].tokens.size() + step;
+            plan_draw(i, position, DrawTask::kDrawn, plan_.tokens.size());
+            plan_token(running_[i], DrawTask::kDrawn, request.tokens.size() + position - 1);
         }
     }
 }
@@ -259,16 +295,15 @@ void Scheduler::reserve_kept() {
 
 // Appends a drawn token to its sample, unless it follows a draft that the sample has not continued.
 void Scheduler::append(const DrawTask& task, const Drawn& drawn) {
-    const bool is_draft = kIsComplete && task.before != DrawTask::kNone;
+    const bool is_draft = kIsComplete && task.before >= 0;
     Running& running = running_[task.sample];
-    if (is_draft) {
-        ++n_drafted_;
-        if (running.job == nullptr) return;  // ended by a token of this step
-    }
+    if (is_draft) ++n_drafted_;
+    if (kHasDevices && running.job == nullptr) return;  // ended by a token of this step
     Job& job = *running.job;
     Sample& sample = job.samples[running.sample];
+    if (kHasDevices && sample.tokens.size() != task.position) return;
     if (is_draft) {
-        if (sample.tokens.size() != task.position || sample.tokens.back() != task.before) return;
+        if (sample.tokens.back() != task.before) return;
         ++n_accepted_;
     }
     if (is_recurrent() && !running.fresh) take_state(running);

@@ -109,6 +109,7 @@ struct Job {
 struct Limits {
     size_t kv_bytes, max_batch, chunk;  // max_batch: running samples; chunk: prompt tokens per step
     bool speculation = false;
+    size_t lookahead = 1;  // steps that a device may compute at once
 };
 
 class Scheduler {
@@ -137,6 +138,7 @@ public:
     // same step again: a step that threw is repeated.
     StepPlan& plan();
     void complete(std::span<const Drawn> drawn, double seconds);
+    bool is_step_open() const { return is_step_open_; }  // planned and not completed
     std::vector<PageWrite>& page_writes() { return plan_.page_writes; }
 
     void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) { adapters_.emplace(id, std::move(adapter)); }
@@ -191,6 +193,7 @@ private:
     bool is_step_open_ = false;  // a step is planned and not completed: states that it replaces are undefined
     StepPlan plan_;
     StepTimes step_times_;
+    double step_s_ = 0;  // time of the last step; 0: not measured yet
     size_t n_drafted_ = 0, n_accepted_ = 0;
     std::vector<size_t> counts_;  // tokens of each prompt of prefilling_ in this step
     std::vector<Job*> failed_;    // jobs with invalid logits
@@ -219,6 +222,9 @@ private:
 
     // scheduler.cpp: a step
     void plan_samples();
+    void plan_token(Running& running, int32_t token, size_t position);
+    size_t n_steps_ahead() const;
+    void plan_ahead();
     void plan_prompts();
     size_t plan_drafts_of(size_t n);
     std::span<const int32_t> draft(const Running& running, size_t n_draws, size_t n_drafts) const;

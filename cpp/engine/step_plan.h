@@ -14,8 +14,10 @@ namespace whet {
 struct DrawTask {
     size_t sample;    // index of the running sample
     size_t position;  // of the token in its sample
-    int32_t before;   // of a draft: the token that it follows; kNone: the sample's last token
-    static constexpr int32_t kNone = -1;
+    // The token that it follows: of a draft, or kDrawn, the one that is drawn at the position before; kNone: the
+    // sample's last token.
+    int32_t before;
+    static constexpr int32_t kNone = -1, kDrawn = -2;
     size_t token;         // index into StepPlan::tokens of the token with the hidden state
     const float* hidden;  // a stored hidden state instead; null: none
     const Sampling* sampling;
@@ -24,6 +26,13 @@ struct DrawTask {
     Drawn* alternatives;   // output: the top_logprobs alternatives
     TokenSetBuffer* kept;  // output: the tokens that it was drawn from; null: not recorded
 };
+
+// Whether a draw is from the whole distribution, and only its token and log-prob are needed.
+inline bool is_plain(const DrawTask& draw, size_t vocab_size) {
+    const Sampling& s = *draw.sampling;
+    const bool filters = (s.top_k > 0 && static_cast<size_t>(s.top_k) < vocab_size) || s.top_p < 1 || s.min_p > 0;
+    return s.top_logprobs == 0 && draw.kept == nullptr && !adjusts(s, draw.history) && (!filters || s.temperature == 0);
+}
 
 // Scores a token under the logits after the token before it.
 struct ScoreTask {
@@ -49,6 +58,9 @@ struct StepPlan {
     std::vector<HiddenTask> hiddens;
     std::vector<DrawTask> draws;
     std::vector<ScoreTask> scores;
+    // On a device, steps that follow one another: tokens and draws are as many of each, the first step's first. Tokens
+    // of later steps are kDrawn: what the step before draws. All draws are plain.
+    size_t n_steps = 1;
 
     bool is_empty() const { return tokens.empty() && draws.empty(); }
 };

@@ -221,16 +221,15 @@ void Weights::allocate() {
     for (const auto& [slot, matrix] : matrices_) at = place(*matrix, at);
 }
 
-void Weights::allocate(const std::string& slot) {
+std::vector<uint8_t> Weights::allocate(const std::string& slot) {
     Matrix& matrix = matrix_at(slot);
-    std::vector<uint8_t>& memory = single_[slot];
-    memory.assign(allocated_bytes(matrix) + kLine, 0);
+    std::vector<uint8_t> memory(allocated_bytes(matrix) + kLine);
     place(matrix, memory.data() + (kLine - reinterpret_cast<uintptr_t>(memory.data()) % kLine));
+    return memory;
 }
 
 void Weights::free(const std::string& slot) {
     for (PackedWeight& part : matrix_at(slot).parts) part.place(nullptr);
-    single_.erase(slot);
 }
 
 uint8_t* Weights::place(Matrix& matrix, uint8_t* memory) {

@@ -98,8 +98,9 @@ public:
     // Allocates the matrices, once: one zeroed block, so that small matrices share huge pages, which are fast to
     // commit.
     void allocate();
-    // Allocates one matrix, zeroed, until free(): to pack what is then copied to a device.
-    void allocate(const std::string& slot);
+    // Allocates one matrix, zeroed, in memory of the caller, who calls free() before it ends: to pack what is then
+    // copied to a device.
+    std::vector<uint8_t> allocate(const std::string& slot);
     void free(const std::string& slot);
 
     // Packs rows [first, first + rows.n) of a matrix, or writes one row to elements [first, first + rows.k) of a
@@ -135,7 +136,6 @@ private:
     mutable ReadWriteLock lock_;
     Zeroed memory_;  // all matrices
     size_t memory_bytes_ = 0;
-    std::map<std::string, std::vector<uint8_t>> single_;  // memory of matrices that are allocated one by one
     std::deque<DeferredRows> deferred_;
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;

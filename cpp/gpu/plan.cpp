@@ -245,6 +245,11 @@ private:
         return add_filled("number", sizeof(uint32_t), &kNumbers.at(number));
     }
     uint32_t add_floats(std::string name, size_t n) { return add_buffer(std::move(name), n * sizeof(float)); }
+    // With a buffer for all steps of a submission.
+    uint32_t add_step_input(const std::string& name, size_t n) {
+        add_floats("next_" + name, n);
+        return add_floats(name, n);
+    }
     uint32_t add_rows(std::string name, size_t rows, size_t width) {
         const uint32_t number = add_floats(std::move(name), rows * width);
         plan_.buffers.back().rows = rows;
@@ -271,19 +276,21 @@ private:
         const size_t rows = limits_.max_rows, d = c_.hidden_dim;
         const size_t pages = ceil_div(c_.max_position, size_t{kPageTokens});
         params_ = add_floats("params", 4);
-        tokens_ = add_floats("tokens", 4 * rows);
+        tokens_ = add_step_input("tokens", 4 * rows);
         page_table_ = add_floats("page_table", rows * pages);
         runs_ = add_floats("runs", c_.is_recurrent() ? 5 * rows : 0);
         writes_ = add_rows("writes", kMaxWrites, 2);
-        rotation_ = add_floats("rotation", rows * c_.rotary_dim);
-        local_rotation_ = add_floats("local_rotation", rows * 2 * c_.local_inv_freq.size());
-        query_scales_ = add_floats("query_scales", c_.query_log_scale == 0.0 ? 0 : rows);
+        rotation_ = add_step_input("rotation", rows * c_.rotary_dim);
+        local_rotation_ = add_step_input("local_rotation", rows * 2 * c_.local_inv_freq.size());
+        query_scales_ = add_step_input("query_scales", c_.query_log_scale == 0.0 ? 0 : rows);
         head_rows_ = add_floats("head_rows", kHeadTile);
         hidden_ = add_rows("hidden", rows, d);
         head_in_ = add_rows("head_in", kHeadTile, d);
         logits_ = add_rows("logits", kHeadTile, c_.vocab_size);
         draws_ = add_rows("draws", kHeadTile, 4);
+        add_floats("next_draws", 4 * rows);
         drawn_ = add_rows("drawn", kHeadTile, 2);
+        add_rows("all_drawn", rows, 2);
         none_ = add_floats("none", 0);
         x_ = add_floats("x", rows * d);
         qkv_ = add_floats("qkv", rows * c_.widest_mixer_in());
@@ -619,6 +626,7 @@ private:
         product(plan_.head, weights_.output(), weights_.head.bias, {head_in_, c_.hidden_dim}, logits_, Count::kHeads,
                 false, 1.0, double{c_.logits_softcap});
         add(plan_.draw, {"draw"}, Constants().add("N", c_.vocab_size), {logits_, draws_, drawn_}, 1, Count::kHeads);
+        add(plan_.next_tokens, {"next_tokens"}, Constants(), {drawn_, tokens_}, 1, Count::kTokens);
     }
 };
 

@@ -16,6 +16,8 @@
 
 namespace whet::gpu {
 
+constexpr size_t kLookahead = 8;  // steps of a submission, at most
+
 struct Buffer {
     std::string name;
     size_t bytes;  // zeros before uploads
@@ -82,7 +84,7 @@ struct Plan {
     std::vector<Buffer> buffers;  // named ones are the inputs and results: see make_plan()
     std::vector<Upload> uploads;
     std::vector<Pipeline> pipelines;
-    std::vector<Dispatch> write_pages, forward, head, draw;
+    std::vector<Dispatch> write_pages, forward, head, draw, next_tokens;
     std::vector<AdapterPoint> adapter_points;
     uint32_t params, tokens, none;  // buffers
     double norm_eps;
@@ -115,11 +117,13 @@ struct Limits {
 //  - query_scales: of each token
 //  - draws: per row of logits that is drawn from, 1 / temperature (0: greedy), the uniform number, and 1 / temperature
 //    of the reported log-prob
+//  - next_NAME: the same of tokens, rotation, local_rotation, query_scales and draws for all steps of a submission
 //  - head_rows: per row of logits, the token with the hidden state, or -1: the host writes it to head_in
 //
-// Results, in rows: drawn (kHeadTile, 2), the token and the bits of its log-prob; hidden (max_rows, hidden_dim),
-// head_in (kHeadTile, hidden_dim), logits (kHeadTile, vocab_size), and the recorded experts (max_rows, mixture layers x
-// n_used_experts).
+// Results, in rows: drawn (kHeadTile, 2), the token and the bits of its log-prob, and all_drawn (max_rows, 2) of all
+// steps of a submission, in each of which next_tokens copies the last drawn tokens to tokens; hidden (max_rows,
+// hidden_dim), head_in (kHeadTile, hidden_dim), logits (kHeadTile, vocab_size), and the recorded experts (max_rows,
+// mixture layers x n_used_experts).
 //
 // Throws std::invalid_argument for what has no kernel, named.
 Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits);

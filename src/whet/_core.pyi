@@ -217,6 +217,7 @@ class GpuPlan:
     forward: list[tuple[Any, ...]]
     head: list[tuple[Any, ...]]
     draw: list[tuple[Any, ...]]
+    next_tokens: list[tuple[Any, ...]]
     adapter_points: list[int]
     def __init__(
         self,

@@ -72,6 +72,25 @@ def test_a_layer_of_a_decoder_is_at_most_six_dispatches():
         assert len(decode) <= 6 * gpu.config.n_layers + 2  # the embedding and the final norm
 
 
+@pytest.fixture
+def submitted(monkeypatch) -> list[int]:
+    """The numbers of steps of the program's submissions."""
+    found: list[int] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(program.Program, name)
+
+        def call(self: Any, *inputs: Any) -> Any:
+            found.append(inputs[0] if name == "decode" else 1)
+            return method(self, *inputs)
+
+        return call
+
+    for name in ("forward", "decode"):
+        monkeypatch.setattr(program.Program, name, counted(name))
+    return found
+
+
 def blocks_model(seed: int = 0) -> Any:
     """Make a Llama whose rows are whole blocks of every format."""
     sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 256}
@@ -79,6 +98,47 @@ def blocks_model(seed: int = 0) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **sizes, **heads, "tie_word_embeddings": True}))
+
+
+def test_several_steps_of_plain_draws_are_one_submission(submitted):
+    gpu, cpu = pair_of(blocks_model())
+    rows = rows_of((5, 9, 2), 300)
+    sampling = SamplingParams(max_new_tokens=40, temperature=0.9, seed=3)
+    assert_same_samples(gpu.generate(rows, 1, sampling), cpu.generate(rows, 1, sampling))
+    assert max(submitted) >= 2
+    assert sum(submitted) <= 40 + 3  # no step is computed twice
+    # Filters need the logits between two steps.
+    submitted.clear()
+    sampling = SamplingParams(max_new_tokens=10, top_k=3, seed=3)
+    assert_same_samples(gpu.generate(rows, 1, sampling), cpu.generate(rows, 1, sampling))
+    assert max(submitted) == 1
+
+
+def test_tokens_after_the_end_of_a_sample_are_dropped(submitted):
+    gpu, cpu = pair_of(blocks_model())
+    row = rows_of((70,), 300)  # more than a page
+    free = SamplingParams(max_new_tokens=60, seed=1)
+    tokens = cpu.generate(row, 4, free)[0]
+    for at in (3, 12, 13, 31):  # within and at the end of a submission
+        sampling = SamplingParams(max_new_tokens=60, seed=1, stop_token_ids=[tokens[1].token_ids[at]])
+        ours, theirs = gpu.generate(row, 4, sampling), cpu.generate(row, 4, sampling)
+        assert_same_samples(ours, theirs)
+        # The pages of the sequence are as if it had ended there: a longer one continues them.
+        longer = [row[0] + list(ours[0][1].token_ids) + [5, 6]]
+        assert_same_scores(gpu, cpu, longer)
+        assert_same_samples(gpu.generate(longer, 1, free), cpu.generate(longer, 1, free))
+    assert max(submitted) >= 2
+
+
+def test_an_abandoned_stream_leaves_the_others_and_the_cache_as_they_are():
+    gpu, cpu = pair_of(blocks_model())
+    rows = rows_of((6, 4), 300)
+    sampling = SamplingParams(max_new_tokens=50, seed=2)
+    stream = gpu.stream(rows[0], sampling)
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    assert_same_samples(gpu.generate(rows, 3, sampling), cpu.generate(rows, 3, sampling))
 
 
 def dequantised(model: Any, base: Any) -> Any:

@@ -71,7 +71,8 @@ public:
                                                       max_batch, model_.config().vocab_size)
                        : nullptr),
           device_(make_device(std::move(device), model_.weights())),
-          engine_(model_, {kv_bytes, max_batch, chunk, speculation}, draft_.get(), device_.get()) {}
+          engine_(model_, {kv_bytes, max_batch, chunk, speculation, device_ ? gpu::kLookahead : 1}, draft_.get(),
+                  device_.get()) {}
 
     Shared<Weights> weights() const { return weights_; }
 

@@ -154,6 +154,16 @@ void HostDevice::draw(std::span<const HeadInput> inputs, std::span<const PlainDr
     copy_bytes(drawn, out, inputs.size() * sizeof(Drawn));
 }
 
+void HostDevice::decode(std::span<const InputToken> tokens, size_t n_steps, std::span<const PlainDraw> draws,
+                        Drawn* out) {
+    gpu::set_inputs(weights_, tokens, {}, adapters_, inputs_);
+    const AcquiredGil gil;
+    const nb::object drawn = program_.attr("decode")(
+        n_steps, array_of(inputs_.tokens), array_of(inputs_.page_table), array_of(inputs_.rotation),
+        array_of(inputs_.local_rotation), array_of(inputs_.query_scales), array_of(gpu::draw_settings(draws)));
+    copy_bytes(drawn, out, draws.size() * sizeof(Drawn));
+}
+
 void HostDevice::logits(std::span<const HeadInput> inputs, float* out) {
     const gpu::HeadRows rows = gpu::head_rows(inputs, config_.hidden_dim);
     const AcquiredGil gil;
@@ -173,7 +183,8 @@ void bind_gpu(nb::module_& m) {
         .def_prop_ro("forward", [](const gpu::Plan& plan) { return dispatches_of(plan.forward); })
         .def_prop_ro("adapter_points", [](const gpu::Plan& plan) { return points_of(plan.adapter_points); })
         .def_prop_ro("draw", [](const gpu::Plan& plan) { return dispatches_of(plan.draw); })
-        .def_prop_ro("head", [](const gpu::Plan& plan) { return dispatches_of(plan.head); });
+        .def_prop_ro("head", [](const gpu::Plan& plan) { return dispatches_of(plan.head); })
+        .def_prop_ro("next_tokens", [](const gpu::Plan& plan) { return dispatches_of(plan.next_tokens); });
     m.def("gpu_pages", &pages_call, arg("weights"), nb::kw_only(), arg("kv_type"), arg("kv_bytes"),
           arg("binding_bytes"));
 }

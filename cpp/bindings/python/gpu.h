@@ -25,6 +25,8 @@ public:
     void forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) override;
     void read_hidden(std::span<const HiddenTask> tasks) override;
     void draw(std::span<const HeadInput> inputs, std::span<const PlainDraw> draws, Drawn* out) override;
+    void decode(std::span<const InputToken> tokens, size_t n_steps, std::span<const PlainDraw> draws,
+                Drawn* out) override;
     void logits(std::span<const HeadInput> inputs, float* out) override;
 
 private:

@@ -18,6 +18,7 @@
 #include "bindings/wasm/settings.h"
 #if defined(WHET_GPU)
 #include "bindings/wasm/gpu.h"
+#include "gpu/plan.h"
 #endif
 #include "engine/engine.h"
 #include "engine/primitives.h"
@@ -133,7 +134,7 @@ WHET_EXPORT(place_row) bool place_row(size_t token, size_t place) {
 WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {
     model.emplace(weights, max_batch + chunk, kv_type(bf16_cache));
 #if defined(WHET_GPU)
-    engine.emplace(*model, Limits{kv_bytes, max_batch, chunk}, nullptr, &gpu_device());
+    engine.emplace(*model, Limits{kv_bytes, max_batch, chunk, false, gpu::kLookahead}, nullptr, &gpu_device());
 #else
     engine.emplace(*model, Limits{kv_bytes, max_batch, chunk});
 #endif

@@ -36,7 +36,9 @@ struct Array {
 WHET_IMPORT(write_pages) void host_write_pages(const Array* pages);
 WHET_IMPORT(forward) void host_forward(const Array* inputs);  // in the order of gpu::Inputs
 WHET_IMPORT(draw) void host_draw(const Array* inputs);        // rows, hidden states, draws
-WHET_IMPORT(logits) void host_logits(const Array* inputs);    // rows, hidden states
+WHET_IMPORT(decode)
+void host_decode(size_t n_steps, const Array* inputs);      // as forward(), without runs and embedded; then draws
+WHET_IMPORT(logits) void host_logits(const Array* inputs);  // rows, hidden states
 WHET_IMPORT(read_hidden) void host_read_hidden(const Array* tokens);
 WHET_IMPORT(remove_adapter) void host_remove_adapter(uint32_t number);
 WHET_IMPORT(suspend) [[noreturn]] void host_suspend();  // throws
@@ -96,6 +98,19 @@ public:
         copy_result(out, inputs.size() * sizeof(Drawn));
     }
 
+    void decode(std::span<const InputToken> tokens, size_t n_steps, std::span<const PlainDraw> draws,
+                Drawn* out) override {
+        if (is_new_command()) {
+            gpu::Inputs inputs;
+            gpu::set_inputs(weights_, tokens, {}, adapters_, inputs);
+            const std::vector<float> settings = gpu::draw_settings(draws);
+            const Array arrays[] = {inputs.tokens,         inputs.page_table,   inputs.rotation,
+                                    inputs.local_rotation, inputs.query_scales, settings};
+            host_decode(n_steps, arrays);
+        }
+        copy_result(out, draws.size() * sizeof(Drawn));
+    }
+
     void logits(std::span<const HeadInput> inputs, float* out) override {
         if (is_new_command()) {
             const gpu::HeadRows rows = gpu::head_rows(inputs, weights_.config().hidden_dim);
@@ -140,6 +155,7 @@ private:
 };
 
 std::optional<HostDevice> device;
+std::map<std::string, std::vector<uint8_t>> packed;  // memory of the matrices that are being packed, by slot
 
 // Numbers and texts as JSON.
 void append(size_t number) { result += std::to_string(number); }
@@ -240,6 +256,7 @@ void gpu_plan(bool bf16_cache, size_t kv_bytes, size_t max_rows, size_t binding_
     append_dispatches("forward", plan.forward);
     append_dispatches("head", plan.head);
     append_dispatches("draw", plan.draw);
+    append_dispatches("next_tokens", plan.next_tokens);
     append_field("points", [&] {
         append_list(plan.adapter_points, [](const gpu::AdapterPoint& point) { append(point.after); });
     });
@@ -250,9 +267,12 @@ void gpu_plan(bool bf16_cache, size_t kv_bytes, size_t max_rows, size_t binding_
 
 // Matrices are packed and uploaded one by one.
 WHET_EXPORT(allocate_matrix) void allocate_matrix(const char* slot, size_t size) {
-    loaded_weights()->allocate({slot, size});
+    packed[{slot, size}] = loaded_weights()->allocate({slot, size});
 }
-WHET_EXPORT(free_matrix) void free_matrix(const char* slot, size_t size) { loaded_weights()->free({slot, size}); }
+WHET_EXPORT(free_matrix) void free_matrix(const char* slot, size_t size) {
+    loaded_weights()->free({slot, size});
+    packed.erase({slot, size});
+}
 // [[buffer, offset, address, bytes], ...] of a matrix; without a slot of everything else.
 WHET_EXPORT(gpu_uploads) void gpu_uploads(const char* slot, size_t size) {
     const Matrix* matrix = size == 0 ? nullptr : &loaded_weights()->matrix({slot, size});

@@ -51,6 +51,22 @@ class Pass(NamedTuple):
     adapters: tuple[int, ...] = ()
 
 
+class Decode(NamedTuple):
+    """Steps of n tokens whose draws are the tokens of the next step, encoded as commands.
+
+    Attributes:
+        n: tokens of a step.
+        n_steps: number of steps.
+        adapters: of the tokens.
+        inputs: names and bytes per step of the inputs that each step copies.
+    """
+
+    n: int
+    n_steps: int
+    adapters: tuple[int, ...]
+    inputs: tuple[tuple[str, int], ...]
+
+
 class Program:
     """The forward pass of a model on a GPU: its weights, keys and values, and the commands of a step.
 
@@ -95,7 +111,7 @@ class Program:
             pipelines = [self._pipeline(*each) for each in plan.pipelines]
             self._dispatches = {
                 name: [self._make_dispatch(self._buffers, pipelines, *each) for each in getattr(plan, name)]
-                for name in ("write_pages", "forward", "head", "draw")
+                for name in ("write_pages", "forward", "head", "draw", "next_tokens")
             }
         self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
         self._rows = {name: rows for name, _, rows in listed}
@@ -103,7 +119,7 @@ class Program:
         self._adapters: dict[int, list[list[Dispatch]]] = {}  # by number: the dispatches of each point
         self._pending: list[Any] = []  # commands that are not yet submitted
         self._step = Pass("forward", 0)  # the last one
-        self._ahead: dict[Pass, Any] = {}  # commands of the passes that are expected next
+        self._ahead: dict[Pass | Decode, Any] = {}  # commands that are expected next
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +195,7 @@ class Program:
             self._write("params", np.array([n], np.uint32))
             for name, values in inputs.items():
                 self._write(name, values)
-            self._step = Pass("forward", n, tuple(sorted(set(tokens[3::4].tolist()) - {0})))
+            self._step = Pass("forward", n, _adapters_of(tokens))
             self._run(self._step)
 
     def read_hidden(self, token: int) -> memoryview:
@@ -198,6 +214,44 @@ class Program:
             self._write("draws", draws)
             self._run_heads(rows, hidden, "head", "draw")
             return self._read("drawn", 0, len(rows))
+
+    def decode(
+        self,
+        n_steps: int,
+        tokens: np.ndarray,
+        page_table: np.ndarray,
+        rotation: np.ndarray,
+        local_rotation: np.ndarray,
+        query_scales: np.ndarray,
+        draws: np.ndarray,
+    ) -> memoryview:
+        """Return the tokens and log-probs that steps draw, one step after the other.
+
+        Inputs cover all steps; each token after the first step is the one drawn before it.
+        """
+        inputs = {
+            "tokens": tokens,
+            "rotation": rotation,
+            "local_rotation": local_rotation,
+            "query_scales": query_scales,
+            "draws": draws,
+        }
+        n = len(draws) // 4 // n_steps
+        steps = Decode(
+            n, n_steps, _adapters_of(tokens),
+            tuple((name, values.nbytes // n_steps) for name, values in inputs.items() if len(values)),
+        )  # fmt: skip
+        with self._use():
+            self._submit()
+            self._write("params", np.array([n, n], np.uint32))
+            self._write("page_table", page_table)
+            self._write("head_rows", np.arange(n, dtype=np.int32))
+            for name, values in inputs.items():
+                self._write(f"next_{name}", values)
+            self._run(steps)
+            self._submit()
+            self._ahead = {steps: self._encode(steps)}  # while the GPU computes
+            return self._read("all_drawn", 0, n * n_steps)
 
     def logits(self, rows: np.ndarray, hidden: np.ndarray) -> memoryview:
         """Return the logits of the hidden states of the step's tokens ``rows``; -1: of the row in ``hidden``."""
@@ -288,12 +342,35 @@ class Program:
         if len(values):
             self._device.queue.write_buffer(self._named[name], offset, values)
 
-    def _run(self, of: Pass) -> None:
+    def _run(self, of: Pass | Decode) -> None:
         self._pending.append(self._ahead.pop(of, None) or self._encode(of))
 
-    def _encode(self, of: Pass) -> Any:
+    def _encode(self, of: Pass | Decode) -> Any:
         encoder = self._device.create_command_encoder()
+        if isinstance(of, Pass):
+            self._encode_passes(encoder, of)
+        else:
+            self._encode_steps(encoder, of)
+        return encoder.finish()
+
+    def _encode_steps(self, encoder: Any, of: Decode) -> None:
+        drawn = self._named["drawn"]
+        step_bytes = of.n * (drawn.size // self._rows["drawn"])
+        for step in range(of.n_steps):
+            for name, n_bytes in of.inputs:
+                source, target = self._named[f"next_{name}"], self._named[name]
+                encoder.copy_buffer_to_buffer(source, step * n_bytes, target, 0, n_bytes)
+            passes = [Pass("forward", of.n, of.adapters), Pass("head", of.n), Pass("draw", of.n)]
+            self._encode_passes(encoder, *([Pass("next_tokens", of.n)] if step else []), *passes)
+            encoder.copy_buffer_to_buffer(drawn, 0, self._named["all_drawn"], step * step_bytes, step_bytes)
+
+    def _encode_passes(self, encoder: Any, *passes: Pass) -> None:
         commands = encoder.begin_compute_pass()
+        for each in passes:
+            self._encode_pass(commands, each)
+        commands.end()
+
+    def _encode_pass(self, commands: Any, of: Pass) -> None:
         for dispatch in self._list_dispatches(of):
             n = of.n * (self._n_used_experts if dispatch.count == "experts" else 1)
             rows, pipeline, group = next((v for v in dispatch.variants if v[0] >= n), dispatch.variants[-1])
@@ -302,8 +379,6 @@ class Program:
             commands.set_pipeline(pipeline)
             commands.set_bind_group(0, group)
             commands.dispatch_workgroups(dispatch.groups, -(-n // rows))
-        commands.end()
-        return encoder.finish()
 
     def _submit(self) -> None:
         if self._pending:
@@ -316,6 +391,11 @@ class Program:
         buffer = self._named[name]
         row = buffer.size // self._rows[name]
         return self._device.queue.read_buffer(buffer, first * row, n * row)
+
+
+def _adapters_of(tokens: np.ndarray) -> tuple[int, ...]:
+    """Return the numbers of the adapters of a step's tokens."""
+    return tuple(sorted(set(tokens[3::4].tolist()) - {0}))
 
 
 def binding_bytes(device: Any) -> int:

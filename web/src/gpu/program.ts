@@ -15,7 +15,7 @@ interface Made {
   pipelines: [constants: string, files: (keyof typeof kernels)[]][];
 }
 
-const PASSES = ["write_pages", "forward", "head", "draw"] as const;
+const PASSES = ["write_pages", "forward", "head", "draw", "next_tokens"] as const;
 type Pass = (typeof PASSES)[number];
 
 /** A plan of the core's gpu_plan. */
@@ -54,6 +54,7 @@ interface Run {
 const COUNTS = ["tokens", "experts", "heads", "one"];
 const SKIP = 0xffffffff; // in place of a pipeline: nothing to do
 const INPUTS = ["tokens", "page_table", "runs", "rotation", "local_rotation", "query_scales", "embedded"];
+const STEP_INPUTS = ["tokens", "page_table", "rotation", "local_rotation", "query_scales", "draws"];
 const BINDING = /@binding\((\d+)\) var<storage, (read|read_write)>/g;
 
 /** What ends a call of the core that needs a result of the GPU: step() calls it again with the result. */
@@ -61,6 +62,9 @@ class Suspended {}
 
 /** Bytes of the largest buffer that a kernel can read. */
 const bindingBytes = ({ device: { limits } }: Gpu) => Math.floor(Math.min(limits.maxBufferSize, limits.maxStorageBufferBindingSize, 0xffffffff) / 4) * 4;
+
+/** Return the numbers of the adapters of a step's tokens. */
+const adaptersOf = (tokens: Int32Array) => [...new Set(tokens.filter((_, i) => i % 4 === 3 && tokens[i] !== 0))].sort((a, b) => a - b);
 
 /** Return what has no kernel on GPUs, if the core threw an error for this reason. */
 function missingKernel(error: unknown): string {
@@ -143,8 +147,9 @@ export class Program {
       write_pages: (at) => this.writePages(arrays(at, 1)[0]),
       forward: (at) => this.forward(arrays(at, INPUTS.length)),
       draw: (at) => this.runHeads(arrays(at, 3), ["head", "draw"], "drawn"),
+      decode: (nSteps, at) => this.decode(nSteps, arrays(at, STEP_INPUTS.length)),
       logits: (at) => this.runHeads(arrays(at, 2), ["head"], "logits"),
-      read_hidden: (at) => this.submit([], "hidden", arrays(at, 1)[0]),
+      read_hidden: (at) => this.submit([], (encoder) => this.copyHidden(encoder, arrays(at, 1)[0])),
       remove_adapter: (number) => {
         for (const buffer of this.adapters.get(number)?.buffers ?? []) buffer.destroy();
         this.adapters.delete(number);
@@ -248,8 +253,31 @@ export class Program {
     const n = tokens.length / 4;
     this.set("params", Int32Array.of(n));
     INPUTS.forEach((name, i) => this.set(name, inputs[i]));
-    const adapters = new Set(tokens.filter((_, i) => i % 4 === 3 && tokens[i] !== 0));
-    this.submit([{ pass: "forward", n, adapters: [...adapters].sort((a, b) => a - b) }]);
+    this.submit([{ pass: "forward", n, adapters: adaptersOf(tokens) }]);
+  }
+
+  /** Run steps of which each draws the tokens of the next; the inputs cover all steps. */
+  private decode(nSteps: number, inputs: Int32Array<ArrayBuffer>[]): void {
+    const [tokens] = inputs;
+    const n = tokens.length / 4 / nSteps;
+    const adapters = adaptersOf(tokens);
+    this.set("params", Int32Array.of(n, n));
+    this.set("head_rows", Int32Array.from({ length: n }, (_, i) => i));
+    STEP_INPUTS.forEach((name, i) => this.set(name === "page_table" ? name : `next_${name}`, inputs[i]));
+    const encoder = this.gpu.device.createCommandEncoder();
+    const drawn = this.named.get("drawn")!;
+    const drawnBytes = (n * drawn.size) / this.rows.get("drawn")!;
+    for (let step = 0; step < nSteps; ++step) {
+      STEP_INPUTS.forEach((name, i) => {
+        const bytes = inputs[i].byteLength / nSteps;
+        if (name !== "page_table" && bytes > 0) encoder.copyBufferToBuffer(this.named.get(`next_${name}`)!, step * bytes, this.named.get(name)!, 0, bytes);
+      });
+      const next: Run[] = step === 0 ? [] : [{ pass: "next_tokens", n }];
+      this.encodePasses(encoder, [...next, { pass: "forward", n, adapters }, { pass: "head", n }, { pass: "draw", n }]);
+      encoder.copyBufferToBuffer(drawn, 0, this.named.get("all_drawn")!, step * drawnBytes, drawnBytes);
+    }
+    this.copyRows(encoder, "all_drawn", 0, n * nSteps);
+    this.gpu.device.queue.submit([encoder.finish()]);
   }
 
   private runHeads([rows, hidden, draws]: Int32Array<ArrayBuffer>[], passes: Pass[], result: string): void {
@@ -258,7 +286,7 @@ export class Program {
     this.set("head_rows", rows);
     this.set("head_in", hidden);
     if (draws !== undefined) this.set("draws", draws);
-    this.submit(passes.map((pass) => ({ pass, n })), result, Array.from(rows, (_, i) => i));
+    this.submit(passes.map((pass) => ({ pass, n })), (encoder) => this.copyRows(encoder, result, 0, n));
   }
 
   // ------------------------------------------------------------- private
@@ -271,14 +299,18 @@ export class Program {
     }
   }
 
-  /** Encode and submit passes, and copies of rows of a result. */
-  private submit(runs: Run[], result?: string, rows: ArrayLike<number> = []): void {
+  /** Encode and submit passes, and copies of results. */
+  private submit(runs: Run[], copy: (encoder: GPUCommandEncoder) => void = () => {}): void {
     const encoder = this.gpu.device.createCommandEncoder();
+    this.encodePasses(encoder, runs);
+    copy(encoder);
+    this.gpu.device.queue.submit([encoder.finish()]);
+  }
+
+  private encodePasses(encoder: GPUCommandEncoder, runs: Run[]): void {
     const commands = encoder.beginComputePass();
     for (const run of runs) this.encode(commands, run);
     commands.end();
-    if (result !== undefined) this.copyRows(encoder, result, rows);
-    this.gpu.device.queue.submit([encoder.finish()]);
   }
 
   private encode(commands: GPUComputePassEncoder, { pass, n, adapters = [] }: Run): void {
@@ -297,15 +329,21 @@ export class Program {
     });
   }
 
-  private copyRows(encoder: GPUCommandEncoder, name: string, rows: ArrayLike<number>): void {
+  /** Copy the hidden states of tokens to the awaited result. */
+  private copyHidden(encoder: GPUCommandEncoder, tokens: Int32Array): void {
+    tokens.forEach((token, i) => this.copyRows(encoder, "hidden", token, 1, i, tokens.length));
+  }
+
+  /** Copy n rows from `first` on to row `at` of the awaited result, which has `total` rows. */
+  private copyRows(encoder: GPUCommandEncoder, name: string, first: number, n: number, at = 0, total = n): void {
     const source = this.named.get(name)!;
     const bytes = source.size / this.rows.get(name)!;
-    this.awaited = rows.length * bytes;
+    this.awaited = total * bytes;
     if (this.staging === undefined || this.staging.size < this.awaited) {
       this.staging?.destroy();
       this.staging = this.gpu.device.createBuffer({ size: this.awaited, usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST });
     }
-    for (let i = 0; i < rows.length; ++i) encoder.copyBufferToBuffer(source, rows[i] * bytes, this.staging, i * bytes, bytes);
+    encoder.copyBufferToBuffer(source, first * bytes, this.staging, at * bytes, n * bytes);
   }
 
   private async result(): Promise<Uint8Array> {
