@@ -53,7 +53,7 @@ export class Host {
         return { core, build, plan: await planOn(core), program: undefined };
       };
       const startGpu = async (gpu: WebAssembly.ModuleImports) => (await startCore(isolated, "Engine.load", { gpu })).core;
-      const gpu = options.device === "gpu" ? await (await loadGpu()).planOnGpu(startGpu, planOn) : "";
+      const gpu = options.device === "gpu" ? await (await loadGpu()).planOnGpu(startGpu, planOn) : undefined;
       const { core, build, plan: whole, program } = typeof gpu === "object" ? gpu : await onCpu();
       const { slices, ...plan } = whole;
       const { config, table, kvBytes } = plan;
@@ -71,7 +71,7 @@ export class Host {
         build,
         device: program === undefined ? ("cpu" as const) : ("gpu" as const),
         ...(program && { gpu: program.name }),
-        ...(typeof gpu === "string" && gpu !== "" && { fallback: gpu }),
+        ...(typeof gpu === "string" && { fallback: gpu }),
         exact: program === undefined && core.call("is_fused") === 1,
         hasChatTemplate: plan.hasChatTemplate,
         weightsBytes: core.call("weights_bytes") >>> 0,
