@@ -8,12 +8,14 @@
 namespace whet::gpu {
 namespace {
 
-void rotation_of(int32_t position, const std::vector<double>& inv_freq, double factor, std::vector<float>& to) {
+void add_rotation(int32_t position, const std::vector<double>& inv_freq, double factor, float query_scale,
+                  std::vector<float>& to) {
     const size_t at = to.size();
     to.resize(at + 2 * inv_freq.size());
     if (!inv_freq.empty()) {
         kernels().rope_cos_sin(position, inv_freq.data(), inv_freq.size(), factor, to.data() + at);
     }
+    to.push_back(query_scale);
 }
 
 }  // namespace
@@ -22,8 +24,7 @@ void set_inputs(const Weights& weights, std::span<const InputToken> tokens, std:
                 const std::map<const Adapter*, int32_t>& adapters, Inputs& inputs) {
     const ModelConfig& config = weights.config();
     for (auto* ids : {&inputs.tokens, &inputs.page_table, &inputs.runs}) ids->clear();
-    for (auto* numbers : {&inputs.rotation, &inputs.local_rotation, &inputs.query_scales, &inputs.embedded})
-        numbers->clear();
+    for (auto* numbers : {&inputs.rotation, &inputs.local_rotation, &inputs.embedded}) numbers->clear();
     const int32_t* pages = nullptr;
     size_t offset = 0;
     for (const InputToken& token : tokens) {
@@ -33,10 +34,11 @@ void set_inputs(const Weights& weights, std::span<const InputToken> tokens, std:
         const auto at = static_cast<int32_t>(offset);
         const int32_t adapter = token.adapter == nullptr ? 0 : adapters.at(token.adapter);
         inputs.tokens.insert(inputs.tokens.end(), {token.token, token.position, at, adapter});
-        rotation_of(token.position, config.inv_freq, config.attention_factor, inputs.rotation);
-        rotation_of(token.position, config.local_inv_freq, 1.0, inputs.local_rotation);
-        if (config.query_log_scale != 0.0) {
-            inputs.query_scales.push_back(config.query_scale(static_cast<size_t>(token.position)));
+        const float scale =
+            config.query_log_scale != 0.0 ? config.query_scale(static_cast<size_t>(token.position)) : 1.0f;
+        add_rotation(token.position, config.inv_freq, config.attention_factor, scale, inputs.rotation);
+        if (!config.local_inv_freq.empty()) {
+            add_rotation(token.position, config.local_inv_freq, 1.0, scale, inputs.local_rotation);
         }
     }
     inputs.embedded.resize(tokens.size() * config.layer_inputs());

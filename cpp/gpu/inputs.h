@@ -11,7 +11,7 @@ namespace whet::gpu {
 
 struct Inputs {
     std::vector<int32_t> tokens, page_table, runs;
-    std::vector<float> rotation, local_rotation, query_scales, embedded;
+    std::vector<float> rotation, local_rotation, embedded;
 };
 
 // Sets the inputs of a step's tokens, with the numbers of their adapters. Tokens of one sequence share its pages.

@@ -17,9 +17,12 @@
 namespace whet::gpu {
 namespace {
 
-constexpr size_t kProductRows = 8;     // rows of a product that share the reading of a panel
-constexpr size_t kMaxWrites = 1024;    // of pages at once
-constexpr size_t kAttentionHeads = 8;  // query heads that share the reading of a page, at most
+constexpr size_t kProductRows = 8;                 // rows of a product that share the reading of a panel
+constexpr size_t kTileRows = 32, kTilePanels = 4;  // of product_tile.wgsl
+constexpr size_t kMaxWrites = 1024;                // of pages at once
+constexpr size_t kTeams = 4;                       // of head.wgsl
+constexpr size_t kAttentionHeads = 8;              // query heads that share the reading of a page, at most
+constexpr size_t kGroupFloats = 4096;              // memory of a workgroup
 
 // Constants of a kernel as WGSL.
 class Constants {
@@ -150,25 +153,36 @@ struct Product {
 };
 
 Dispatch make_product(const PackedWeight& w, const Product& of, const ProductSettings& settings, Pipelines& pipelines) {
-    Dispatch dispatch{{}, static_cast<uint32_t>(ceil_div(of.n, kPanel)), of.count};
-    for (const size_t rows : {size_t{1}, kProductRows}) {
+    Dispatch dispatch{{}, of.count};
+    const size_t panels = ceil_div(of.n, kPanel);
+    const auto buffer = [&](bool is_read, uint32_t number) { return is_read ? number : settings.none; };
+    for (const size_t rows : {size_t{1}, kProductRows, kTileRows}) {
         const bool activates = rows == 1 && of.x.is_activated, norms = rows == 1 && of.x.is_normed;
+        const bool is_tile = rows == kTileRows;
+        if (is_tile && panels < kTilePanels) break;
         Constants constants = weight_constants(w);
-        constants.add("ROWS", rows).add("X_STRIDE", of.x.stride).add("Y_STRIDE", of.y_stride);
+        constants.add("X_STRIDE", of.x.stride).add("Y_STRIDE", of.y_stride);
         constants.add("FIRST", of.first).add("COUNT", of.n);
         constants.add("N_PARAM", size_t{of.count == Count::kHeads ? 1u : 0u});
         constants.add("HAS_BIAS", of.has_bias).add("ADDS", of.adds).add("HAS_NUMBER", of.has_number);
         constants.add("SCALE", of.scale).add("SOFTCAP", of.softcap);
-        constants.add("NORMS", norms).add("EPS", norms ? settings.eps : 0.0).add("ACTIVATES", activates);
-        constants.add("IS_GATED", activates && settings.is_gated);
-        constants.add("KIND", activates ? static_cast<size_t>(settings.activation) : 0);
-        const std::vector<std::string> files = kernel_files(w, {"activation", inputs_file(w, of.x.stride), "product"});
-        const auto buffer = [&](bool is_read, uint32_t number) { return is_read ? number : settings.none; };
-        dispatch.variants.push_back(
-            {static_cast<uint32_t>(rows),
-             pipelines.add(files, constants),
-             {of.weights, norms ? of.x.raw : of.x.buffer, buffer(of.has_bias, of.bias), of.y, settings.params,
-              buffer(of.has_number, of.number), buffer(of.has_number, of.tokens), buffer(norms, of.x.norm)}});
+        std::vector<std::string> files = kernel_files(w, {inputs_file(w, of.x.stride), "outputs"});
+        std::vector<uint32_t> buffers{
+            of.weights,      norms ? of.x.raw : of.x.buffer,   buffer(of.has_bias, of.bias),    of.y,
+            settings.params, buffer(of.has_number, of.number), buffer(of.has_number, of.tokens)};
+        if (is_tile) {
+            files.push_back("product_tile");
+        } else {
+            constants.add("ROWS", rows);
+            constants.add("NORMS", norms).add("EPS", norms ? settings.eps : 0.0).add("ACTIVATES", activates);
+            constants.add("IS_GATED", activates && settings.is_gated);
+            constants.add("KIND", activates ? static_cast<size_t>(settings.activation) : 0);
+            files.insert(files.end(), {"activation", "product"});
+            buffers.push_back(buffer(norms, of.x.norm));
+        }
+        const size_t groups = ceil_div(panels, is_tile ? kTilePanels : 1);
+        dispatch.variants.push_back({static_cast<uint32_t>(rows), static_cast<uint32_t>(groups),
+                                     pipelines.add(std::move(files), constants), std::move(buffers)});
     }
     return dispatch;
 }
@@ -217,9 +231,9 @@ private:
     Plan plan_;
     Pipelines pipelines_{plan_.pipelines};
     std::vector<uint32_t> caches_, states_;  // of the layers
-    uint32_t params_, tokens_, page_table_, runs_, mixed_, writes_, rotation_, local_rotation_, query_scales_,
-        head_rows_, hidden_, head_in_, logits_, draws_, drawn_, none_, x_, qkv_, attended_, up_, delta_, probabilities_,
-        chosen_, chosen_weights_, shared_gates_, recorded_, embedded_, layer_inputs_, expert_up_, expert_out_;
+    uint32_t params_, tokens_, page_table_, runs_, mixed_, writes_, rotation_, local_rotation_, head_rows_, hidden_,
+        head_in_, logits_, draws_, drawn_, none_, x_, qkv_, attended_, up_, delta_, probabilities_, chosen_,
+        chosen_weights_, shared_gates_, recorded_, embedded_, layer_inputs_, expert_up_, expert_out_;
 
     uint32_t add_buffer(std::string name, size_t bytes) {
         if (bytes > limits_.binding_bytes) reject("a buffer of " + std::to_string(bytes) + " bytes (" + name + ")");
@@ -255,6 +269,19 @@ private:
         plan_.buffers.back().rows = rows;
         return number;
     }
+    // Vectors of the weights, one after the other.
+    uint32_t add_vectors(std::initializer_list<const std::vector<float>*> all) {
+        size_t bytes = 0;
+        for (const std::vector<float>* values : all) bytes += values->size() * sizeof(float);
+        const uint32_t number = add_buffer("vectors", bytes);
+        size_t offset = 0;
+        for (const std::vector<float>* values : all) {
+            const size_t size = values->size() * sizeof(float);
+            if (size > 0) plan_.uploads.push_back({number, offset, size, nullptr, 0, values->data()});
+            offset += size;
+        }
+        return number;
+    }
     // A vector of the weights; `none_` if it is empty.
     uint32_t add_vector(const std::vector<float>& values) {
         return values.empty() ? none_ : add_filled("vector", values.size() * sizeof(float), values.data());
@@ -263,13 +290,13 @@ private:
     void add(std::vector<Dispatch>& to, std::vector<std::string> files, const Constants& constants,
              std::vector<uint32_t> buffers, size_t groups, Count count) {
         const uint32_t id = pipelines_.add(std::move(files), constants);
-        to.push_back({{{1, id, std::move(buffers)}}, static_cast<uint32_t>(groups), count});
+        to.push_back({{{1, static_cast<uint32_t>(groups), id, std::move(buffers)}}, count});
     }
 
     // The last dispatch is skipped for a single row.
     void skip_for_one_row() {
         std::vector<Variant>& variants = plan_.forward.back().variants;
-        variants.insert(variants.begin(), {1, Variant::kSkip, {}});
+        variants.insert(variants.begin(), {1, 0, Variant::kSkip, {}});
     }
 
     void add_inputs() {
@@ -280,9 +307,9 @@ private:
         page_table_ = add_floats("page_table", rows * pages);
         runs_ = add_floats("runs", c_.is_recurrent() ? 5 * rows : 0);
         writes_ = add_rows("writes", kMaxWrites, 2);
-        rotation_ = add_step_input("rotation", rows * c_.rotary_dim);
-        local_rotation_ = add_step_input("local_rotation", rows * 2 * c_.local_inv_freq.size());
-        query_scales_ = add_step_input("query_scales", c_.query_log_scale == 0.0 ? 0 : rows);
+        rotation_ = add_step_input("rotation", rows * (c_.rotary_dim + 1));
+        const size_t local = c_.local_inv_freq.size();
+        local_rotation_ = add_step_input("local_rotation", local == 0 ? 0 : rows * (2 * local + 1));
         head_rows_ = add_floats("head_rows", kHeadTile);
         hidden_ = add_rows("hidden", rows, d);
         head_in_ = add_rows("head_in", kHeadTile, d);
@@ -437,28 +464,42 @@ private:
             norm_in_place(norms.q_norm, false, qkv_, dim, 0, n_q);
             if (own > 0) norm_in_place(norms.k_norm, false, qkv_, dim, n_q, own * d);
         }
-        const bool has_norm = c_.qk_norm && !c_.qk_norm_whole;
+        const bool has_norm = c_.qk_norm && !c_.qk_norm_whole, is_local = c_.is_local(layer);
+        const size_t words = kv_words(kv_type_, d), elements = kv_type_ == KvType::kBFloat16 ? 2 : 1;
         Constants shape;
-        shape.add("D", d).add("KV_WORDS", kv_words(kv_type_, d)).add("KV_BF16", kv_type_ == KvType::kBFloat16);
-        shape.add("ELEMENTS", size_t{kv_type_ == KvType::kBFloat16 ? 2u : 1u});
-        shape.add("N_HEADS", c_.n_heads).add("N_KV_HEADS", c_.n_kv_heads);
-        shape.add("QKV_DIM", dim).add("QUERY_STRIDE", c_.query_stride(layer));
-        Constants heads = shape;
-        heads.add("ROTARY_DIM", c_.rotates(layer) ? c_.rotary_dim_of(layer) : 0).add("IS_NEOX", c_.is_neox);
-        heads.add("NORM_BEFORE", has_norm && !c_.qk_norm_rotated).add("NORM_AFTER", has_norm && c_.qk_norm_rotated);
-        heads.add("NORM_VALUES", c_.v_norm).add("EPS", c_.norm_eps).add("SCALES_QUERIES", c_.query_log_scale != 0.0);
-        const auto head_norm = [&](const NormWeight& norm) { return has_norm ? add_vector(norm.weight) : none_; };
-        add(plan_.forward, {"norm", "kv_page", "heads"}, heads,
-            {tokens_, page_table_, qkv_, caches_[layer], c_.is_local(layer) ? local_rotation_ : rotation_,
-             head_norm(norms.q_norm), head_norm(norms.k_norm), query_scales_},
-            c_.n_heads + own, Count::kTokens);
-        size_t at_once = std::min(c_.kv_group(), kAttentionHeads);
+        shape.add("D", d).add("KV_WORDS", words).add("KV_BF16", kv_type_ == KvType::kBFloat16);
+        shape.add("ELEMENTS", elements).add("N_HEADS", c_.n_heads).add("N_KV_HEADS", c_.n_kv_heads).add("N_OWN", own);
+        shape.add("QKV_DIM", dim).add("QUERY_STRIDE", c_.query_stride(layer)).add("EPS", c_.norm_eps);
+        shape.add("ROTARY_DIM", c_.rotates(layer) ? c_.rotary_dim_of(layer) : 0).add("IS_NEOX", c_.is_neox);
+        shape.add("ROTATION_STRIDE", 1 + (is_local ? 2 * c_.local_inv_freq.size() : c_.rotary_dim));
+        shape.add("NORM_BEFORE", has_norm && !c_.qk_norm_rotated).add("NORM_AFTER", has_norm && c_.qk_norm_rotated);
+        shape.add("NORM_VALUES", c_.v_norm);
+        std::vector<uint32_t> buffers{
+            tokens_,
+            page_table_,
+            qkv_,
+            caches_[layer],
+            is_local ? local_rotation_ : rotation_,
+            has_norm ? add_vectors({&norms.q_norm.weight, &norms.k_norm.weight, &w.sinks}) : add_vector(w.sinks)};
+        add(plan_.forward, {"kv_page", "head", "heads"}, shape, buffers, ceil_div(c_.n_heads + own, kTeams),
+            Count::kTokens);
+        size_t at_once =
+            std::min({c_.kv_group(), kAttentionHeads, (kGroupFloats - kTeams * d) / (elements * words + 64 * kTeams)});
         while (c_.kv_group() % at_once != 0) --at_once;
         shape.add("HEADS", at_once).add("WINDOW", c_.windows[layer]).add("SCALE", c_.attention_scale);
-        shape.add("SOFTCAP", c_.attention_softcap).add("HAS_SINKS", c_.sinks).add("IS_GATED", c_.output_gate);
-        add(plan_.forward, {"kv_page", "attention"}, shape,
-            {tokens_, page_table_, qkv_, caches_[layer], add_vector(w.sinks), attended_}, c_.n_heads / at_once,
-            Count::kTokens);
+        shape.add("SOFTCAP", c_.attention_softcap).add("HAS_SINKS", c_.sinks).add("SINKS", has_norm ? 2 * d : 0);
+        shape.add("IS_GATED", c_.output_gate);
+        buffers.push_back(attended_);
+        // One workgroup per head of the keys can prepare the heads of a single token.
+        const bool can_prepare = at_once == c_.kv_group() || own == 0;
+        if (can_prepare) skip_for_one_row();
+        Dispatch& attend = plan_.forward.emplace_back(Dispatch{{}, Count::kTokens});
+        for (const bool prepares : {true, false}) {
+            if (prepares && !can_prepare) continue;
+            Constants constants = shape;
+            const uint32_t id = pipelines_.add({"kv_page", "head", "attention"}, constants.add("PREPARES", prepares));
+            attend.variants.push_back({1, static_cast<uint32_t>(c_.n_heads / at_once), id, buffers});
+        }
         return project_back(layer, Target::kO, {attended_, c_.n_heads * d}, false);
     }
 

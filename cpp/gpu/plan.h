@@ -44,18 +44,16 @@ struct Pipeline {
 // Rows of a dispatch: of the step's tokens, of their chosen experts, of the logits, or one.
 enum class Count { kTokens, kExperts, kHeads, kOne };
 
-// A kernel for workgroups of `rows` rows.
+// A kernel for a grid of (groups, rows of the step / rows) workgroups.
 struct Variant {
     static constexpr uint32_t kSkip = UINT32_MAX;  // in place of the pipeline: there is nothing to do
 
-    uint32_t rows, pipeline;
+    uint32_t rows, groups, pipeline;
     std::vector<uint32_t> buffers;  // in the order of their bindings
 };
 
-// A grid of (groups, rows / rows of a workgroup) workgroups.
 struct Dispatch {
     std::vector<Variant> variants;  // ascending: a step uses the first that has all of its rows, or the last
-    uint32_t groups;
     Count count;
 };
 
@@ -113,11 +111,10 @@ struct Limits {
 //  - page_table: pages of the sequences
 //  - runs: per token, its Run (runs.wgsl)
 //  - writes: PageWrites, at most as many as it has rows
-//  - rotation, local_rotation: cosines, then sines, of each token
-//  - query_scales: of each token
+//  - rotation, local_rotation: of each token cosines, sines, and the factor of its queries
 //  - draws: per row of logits that is drawn from, 1 / temperature (0: greedy), the uniform number, and 1 / temperature
 //    of the reported log-prob
-//  - next_NAME: the same of tokens, rotation, local_rotation, query_scales and draws for all steps of a submission
+//  - next_NAME: the same of tokens, rotation, local_rotation and draws for all steps of a submission
 //  - head_rows: per row of logits, the token with the hidden state, or -1: the host writes it to head_in
 //
 // Results, in rows: drawn (kHeadTile, 2), the token and the bits of its log-prob, and all_drawn (max_rows, 2) of all

@@ -65,11 +65,11 @@ def test_every_family_has_the_scores_of_the_cpu(case):
     assert_same_samples(*(engine.generate(rows_of((3,)), 1, sampling) for engine in (gpu, cpu)))
 
 
-def test_a_layer_of_a_decoder_is_at_most_six_dispatches():
+def test_a_layer_of_a_decoder_is_at_most_five_dispatches():
     for case in ("llama", "qwen3", "lfm2"):
         gpu, _ = pair_of(tiny_model(case))
-        decode = [each for each in gpu._program.plan.forward if each[0][0][1] is not None]
-        assert len(decode) <= 6 * gpu.config.n_layers + 2  # the embedding and the final norm
+        decode = [each for each in gpu._program.plan.forward if each[0][0][2] is not None]
+        assert len(decode) <= 5 * gpu.config.n_layers + 2  # the embedding and the final norm
 
 
 @pytest.fixture
@@ -117,16 +117,16 @@ def test_several_steps_of_plain_draws_are_one_submission(submitted):
 def test_tokens_after_the_end_of_a_sample_are_dropped(submitted):
     gpu, cpu = pair_of(blocks_model())
     row = rows_of((70,), 300)  # more than a page
-    free = SamplingParams(max_new_tokens=60, seed=1)
-    tokens = cpu.generate(row, 4, free)[0]
-    for at in (3, 12, 13, 31):  # within and at the end of a submission
-        sampling = SamplingParams(max_new_tokens=60, seed=1, stop_token_ids=[tokens[1].token_ids[at]])
-        ours, theirs = gpu.generate(row, 4, sampling), cpu.generate(row, 4, sampling)
+    free = SamplingParams(max_new_tokens=20, seed=1)
+    tokens = cpu.generate(row, 2, free)[0]
+    for at in (3, 12, 13):  # within and at the end of a submission
+        sampling = SamplingParams(max_new_tokens=20, seed=1, stop_token_ids=[tokens[1].token_ids[at]])
+        ours, theirs = gpu.generate(row, 2, sampling), cpu.generate(row, 2, sampling)
         assert_same_samples(ours, theirs)
         # The pages of the sequence are as if it had ended there: a longer one continues them.
         longer = [row[0] + list(ours[0][1].token_ids) + [5, 6]]
         assert_same_scores(gpu, cpu, longer)
-        assert_same_samples(gpu.generate(longer, 1, free), cpu.generate(longer, 1, free))
+        assert_same_samples(*(engine.generate(longer, 1, SamplingParams(max_new_tokens=5)) for engine in (gpu, cpu)))
     assert max(submitted) >= 2
 
 
@@ -157,7 +157,7 @@ def test_a_step_reads_every_weight_once():
     sizes = [n_bytes for _, n_bytes, _ in plan.buffers]
     weights = {i for i, (name, *_) in enumerate(plan.buffers) if name == "weights"}
     # The first dispatch reads one row of the embedding, which is also the head.
-    read = [i for variants, *_ in [*plan.forward[1:], *plan.head] for i in variants[0][2] if i in weights]
+    read = [i for variants, *_ in [*plan.forward[1:], *plan.head] for i in variants[0][3] if i in weights]
     assert sorted(read) == sorted(weights)
     assert sum(sizes[i] for i in read) == pytest.approx(cpu.memory["weights_bytes"], rel=0.01)  # which has norms too
 
@@ -260,9 +260,9 @@ def test_sync_copies_the_weights():
 
 def test_a_matrix_is_cut_where_it_exceeds_the_largest_binding(monkeypatch):
     model = blocks_model()
-    monkeypatch.setattr(program, "binding_bytes", lambda device: 1 << 17)
+    monkeypatch.setattr(program, "binding_bytes", lambda device: 1 << 18)
     gpu, cpu = pair_of(model)
-    assert max(n_bytes for _, n_bytes, _ in gpu._program.plan.buffers) <= 1 << 17 < 4 * 300 * 256
+    assert max(n_bytes for _, n_bytes, _ in gpu._program.plan.buffers) <= 1 << 18 < 4 * 300 * 256
     assert_same_scores(gpu, cpu, rows_of((2, 33), 300))
 
 

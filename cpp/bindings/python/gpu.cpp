@@ -30,10 +30,10 @@ nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
             nb::list buffers;
             for (const uint32_t buffer : variant.buffers) buffers.append(buffer);
             const bool is_skipped = variant.pipeline == gpu::Variant::kSkip;
-            variants.append(
-                nb::make_tuple(variant.rows, is_skipped ? nb::none() : nb::cast(variant.pipeline), buffers));
+            variants.append(nb::make_tuple(variant.rows, variant.groups,
+                                           is_skipped ? nb::none() : nb::cast(variant.pipeline), buffers));
         }
-        out.append(nb::make_tuple(variants, dispatch.groups, kCounts[static_cast<int>(dispatch.count)]));
+        out.append(nb::make_tuple(variants, kCounts[static_cast<int>(dispatch.count)]));
     }
     return out;
 }
@@ -122,8 +122,7 @@ void HostDevice::forward(std::span<const InputToken> tokens, std::span<const Sta
     gpu::set_inputs(weights_, tokens, runs, adapters_, inputs_);
     const AcquiredGil gil;
     program_.attr("forward")(array_of(inputs_.tokens), array_of(inputs_.page_table), array_of(inputs_.runs),
-                             array_of(inputs_.rotation), array_of(inputs_.local_rotation),
-                             array_of(inputs_.query_scales), array_of(inputs_.embedded));
+                             array_of(inputs_.rotation), array_of(inputs_.local_rotation), array_of(inputs_.embedded));
     if (config_.n_token_experts() > 0) record_experts(tokens, memory);
 }
 
@@ -158,9 +157,9 @@ void HostDevice::decode(std::span<const InputToken> tokens, size_t n_steps, std:
                         Drawn* out) {
     gpu::set_inputs(weights_, tokens, {}, adapters_, inputs_);
     const AcquiredGil gil;
-    const nb::object drawn = program_.attr("decode")(
-        n_steps, array_of(inputs_.tokens), array_of(inputs_.page_table), array_of(inputs_.rotation),
-        array_of(inputs_.local_rotation), array_of(inputs_.query_scales), array_of(gpu::draw_settings(draws)));
+    const nb::object drawn = program_.attr("decode")(n_steps, array_of(inputs_.tokens), array_of(inputs_.page_table),
+                                                     array_of(inputs_.rotation), array_of(inputs_.local_rotation),
+                                                     array_of(gpu::draw_settings(draws)));
     copy_bytes(drawn, out, draws.size() * sizeof(Drawn));
 }
 

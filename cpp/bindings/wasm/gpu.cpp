@@ -71,8 +71,8 @@ public:
         if (!is_new_command()) return;
         gpu::Inputs inputs;
         gpu::set_inputs(weights_, tokens, runs, adapters_, inputs);
-        const Array arrays[] = {inputs.tokens,         inputs.page_table,   inputs.runs,    inputs.rotation,
-                                inputs.local_rotation, inputs.query_scales, inputs.embedded};
+        const Array arrays[] = {inputs.tokens,   inputs.page_table,     inputs.runs,
+                                inputs.rotation, inputs.local_rotation, inputs.embedded};
         host_forward(arrays);
     }
 
@@ -104,8 +104,7 @@ public:
             gpu::Inputs inputs;
             gpu::set_inputs(weights_, tokens, {}, adapters_, inputs);
             const std::vector<float> settings = gpu::draw_settings(draws);
-            const Array arrays[] = {inputs.tokens,         inputs.page_table,   inputs.rotation,
-                                    inputs.local_rotation, inputs.query_scales, settings};
+            const Array arrays[] = {inputs.tokens, inputs.page_table, inputs.rotation, inputs.local_rotation, settings};
             host_decode(n_steps, arrays);
         }
         copy_result(out, draws.size() * sizeof(Drawn));
@@ -198,11 +197,11 @@ void append_dispatch(const gpu::Dispatch& dispatch) {
     append_all(
         [&] {
             append_list(dispatch.variants, [](const gpu::Variant& variant) {
-                append_all(variant.rows, variant.pipeline,
+                append_all(variant.rows, variant.groups, variant.pipeline,
                            [&] { append_list(variant.buffers, [](uint32_t buffer) { append(buffer); }); });
             });
         },
-        dispatch.groups, static_cast<uint32_t>(dispatch.count));
+        static_cast<uint32_t>(dispatch.count));
 }
 void append_dispatches(const char* name, const std::vector<gpu::Dispatch>& dispatches) {
     append_field(name, [&] { append_list(dispatches, append_dispatch); });
@@ -241,7 +240,7 @@ void end_gpu_step() { device->end_step(); }
 void add_to_gpu(uint32_t number, Adapter& adapter) { device->add_adapter(number, adapter); }
 
 // Plans the steps of the model, whose matrices have no memory yet. The result has buffers, pipelines, passes of
-// dispatches [[[rows, pipeline, [buffer, ...]], ...], groups, count], the number of dispatches before each point of
+// dispatches [[[rows, groups, pipeline, [buffer, ...]], ...], count], the number of dispatches before each point of
 // adapters, and kvBytes, the part of `kv_bytes` that is used. Throws std::invalid_argument for what has no kernel,
 // named.
 WHET_EXPORT(gpu_plan)

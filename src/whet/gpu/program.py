@@ -19,11 +19,10 @@ _BINDING = re.compile(r"@binding\((\d+)\) var<storage, (read|read_write)>")
 
 
 class Dispatch(NamedTuple):
-    """A grid of workgroups: (groups, rows / rows of a workgroup)."""
+    """A grid of workgroups: (groups, rows / rows of a workgroup) of one of its variants."""
 
-    variants: list[tuple[int, Any, Any]]
-    """Rows of a workgroup, pipeline (None: skip), bind group: the first with all rows is used, or the last."""
-    groups: int
+    variants: list[tuple[int, int, Any, Any]]
+    """Rows of a workgroup, groups, pipeline (None: skip), bind group: the first with all rows is used, or the last."""
     count: str
     """The rows: "tokens", "experts" (the chosen ones of each token), "heads" or "one"."""
 
@@ -176,7 +175,6 @@ class Program:
         runs: np.ndarray,
         rotation: np.ndarray,
         local_rotation: np.ndarray,
-        query_scales: np.ndarray,
         embedded: np.ndarray,
     ) -> None:
         """Compute the hidden states of the tokens of a step."""
@@ -186,7 +184,6 @@ class Program:
             "runs": runs,
             "rotation": rotation,
             "local_rotation": local_rotation,
-            "query_scales": query_scales,
             "embedded": embedded,
         }
         n = len(tokens) // 4
@@ -222,7 +219,6 @@ class Program:
         page_table: np.ndarray,
         rotation: np.ndarray,
         local_rotation: np.ndarray,
-        query_scales: np.ndarray,
         draws: np.ndarray,
     ) -> memoryview:
         """Return the tokens and log-probs that steps draw, one step after the other.
@@ -233,7 +229,6 @@ class Program:
             "tokens": tokens,
             "rotation": rotation,
             "local_rotation": local_rotation,
-            "query_scales": query_scales,
             "draws": draws,
         }
         n = len(draws) // 4 // n_steps
@@ -321,22 +316,21 @@ class Program:
         self,
         all_buffers: list[Any],
         all_pipelines: list[tuple[Any, Any]],
-        variants: list[tuple[int, int | None, list[int]]],
-        groups: int,
+        variants: list[tuple[int, int, int | None, list[int]]],
         count: str,
     ) -> Dispatch:
         made = []
-        for rows, i, buffers in variants:
+        for rows, groups, i, buffers in variants:
             if i is None:
-                made.append((rows, None, None))
+                made.append((rows, groups, None, None))
                 continue
             pipeline, layout = all_pipelines[i]
             entries = [
                 {"binding": n, "resource": {"buffer": all_buffers[b], "offset": 0, "size": all_buffers[b].size}}
                 for n, b in enumerate(buffers)
             ]
-            made.append((rows, pipeline, self._device.create_bind_group(layout=layout, entries=entries)))
-        return Dispatch(made, groups, count)
+            made.append((rows, groups, pipeline, self._device.create_bind_group(layout=layout, entries=entries)))
+        return Dispatch(made, count)
 
     def _write(self, name: str, values: np.ndarray, offset: int = 0) -> None:
         if len(values):
@@ -373,12 +367,12 @@ class Program:
     def _encode_pass(self, commands: Any, of: Pass) -> None:
         for dispatch in self._list_dispatches(of):
             n = of.n * (self._n_used_experts if dispatch.count == "experts" else 1)
-            rows, pipeline, group = next((v for v in dispatch.variants if v[0] >= n), dispatch.variants[-1])
+            rows, groups, pipeline, group = next((v for v in dispatch.variants if v[0] >= n), dispatch.variants[-1])
             if pipeline is None:
                 continue
             commands.set_pipeline(pipeline)
             commands.set_bind_group(0, group)
-            commands.dispatch_workgroups(dispatch.groups, -(-n // rows))
+            commands.dispatch_workgroups(groups, -(-n // rows))
 
     def _submit(self) -> None:
         if self._pending:

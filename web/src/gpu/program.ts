@@ -5,9 +5,9 @@ import { gpuCalls, kernels } from "../facts.js";
 import { type ModelConfig, slots } from "../models/architecture.js";
 import { type Gpu, openGpu } from "./open.js";
 
-/** Rows of a workgroup, number of the pipeline, and numbers of its buffers. */
-type Variant = [rows: number, pipeline: number, buffers: number[]];
-type PlannedDispatch = [variants: Variant[], groups: number, count: number];
+/** Rows of a workgroup, workgroups per such rows, number of the pipeline, and numbers of its buffers. */
+type Variant = [rows: number, groups: number, pipeline: number, buffers: number[]];
+type PlannedDispatch = [variants: Variant[], count: number];
 type Upload = [buffer: number, offset: number, address: number, bytes: number];
 
 interface Made {
@@ -38,8 +38,7 @@ interface Pipeline {
 
 interface Dispatch {
   /** Ascending by rows: the first with all rows is used, or the last. */
-  variants: { rows: number; pipeline?: GPUComputePipeline; group?: GPUBindGroup }[];
-  groups: number;
+  variants: { rows: number; groups: number; pipeline?: GPUComputePipeline; group?: GPUBindGroup }[];
   /** The rows: an index of COUNTS. */
   count: number;
 }
@@ -53,8 +52,8 @@ interface Run {
 
 const COUNTS = ["tokens", "experts", "heads", "one"];
 const SKIP = 0xffffffff; // in place of a pipeline: nothing to do
-const INPUTS = ["tokens", "page_table", "runs", "rotation", "local_rotation", "query_scales", "embedded"];
-const STEP_INPUTS = ["tokens", "page_table", "rotation", "local_rotation", "query_scales", "draws"];
+const INPUTS = ["tokens", "page_table", "runs", "rotation", "local_rotation", "embedded"];
+const STEP_INPUTS = ["tokens", "page_table", "rotation", "local_rotation", "draws"];
 const BINDING = /@binding\((\d+)\) var<storage, (read|read_write)>/g;
 
 /** What ends a call of the core that needs a result of the GPU: step() calls it again with the result. */
@@ -314,13 +313,13 @@ export class Program {
   }
 
   private encode(commands: GPUComputePassEncoder, { pass, n, adapters = [] }: Run): void {
-    const one = ({ variants, groups, count }: Dispatch) => {
+    const one = ({ variants, count }: Dispatch) => {
       const rows = COUNTS[count] === "experts" ? n * this.nUsedExperts : n;
       const variant = variants.find((each) => each.rows >= rows) ?? variants[variants.length - 1];
       if (variant.pipeline === undefined) return;
       commands.setPipeline(variant.pipeline);
       commands.setBindGroup(0, variant.group!);
-      commands.dispatchWorkgroups(groups, Math.ceil(rows / variant.rows));
+      commands.dispatchWorkgroups(variant.groups, Math.ceil(rows / variant.rows));
     };
     this.passes[pass].forEach((dispatch, i) => {
       one(dispatch);
@@ -410,13 +409,13 @@ export class Program {
     return { pipeline, layout };
   }
 
-  private makeDispatch(buffers: GPUBuffer[], pipelines: Pipeline[], [variants, groups, count]: PlannedDispatch): Dispatch {
-    const made = variants.map(([rows, number, bound]) => {
-      if (number === SKIP) return { rows };
+  private makeDispatch(buffers: GPUBuffer[], pipelines: Pipeline[], [variants, count]: PlannedDispatch): Dispatch {
+    const made = variants.map(([rows, groups, number, bound]) => {
+      if (number === SKIP) return { rows, groups };
       const { pipeline, layout } = pipelines[number];
       const entries = bound.map((buffer, binding) => ({ binding, resource: { buffer: buffers[buffer] } }));
-      return { rows, pipeline, group: this.gpu.device.createBindGroup({ layout, entries }) };
+      return { rows, groups, pipeline, group: this.gpu.device.createBindGroup({ layout, entries }) };
     });
-    return { variants: made, groups, count };
+    return { variants: made, count };
   }
 }

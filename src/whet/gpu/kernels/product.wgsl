@@ -1,13 +1,6 @@
-// y = SCALE (x w^T + bias) for outputs FIRST ... FIRST + COUNT of rows of Y_STRIDE; ADDS: y += it. HAS_NUMBER: only for
-// tokens of this adapter. ACTIVATES: x is the activation of gate and up projections. NORMS: x is normed, by its RMS and
-// the weights norm_weight, which need no pass of their own: the sum of squares is found along with the product.
-// A workgroup computes the 16 outputs of a panel for ROWS rows: lane j + 16 s adds the steps s, s + 4, ... of output j.
-@group(0) @binding(0) var<storage, read> weights: array<u32>;
-@group(0) @binding(2) var<storage, read> bias: array<f32>;
-@group(0) @binding(3) var<storage, read_write> y: array<f32>;
-@group(0) @binding(4) var<storage, read> params: array<u32>;
-@group(0) @binding(5) var<storage, read> number: array<i32>;
-@group(0) @binding(6) var<storage, read> tokens: array<vec4i>;
+// The 16 outputs of a panel for ROWS rows: lane j + 16 s adds the steps s, s + 4, ... of output j. ACTIVATES: x is the
+// activation of gate and up projections. NORMS: x is normed, by its RMS and the weights norm_weight, which need no pass of
+// their own: the sum of squares is found along with the product.
 @group(0) @binding(7) var<storage, read> norm_weight: array<f32>;
 var<workgroup> squares: array<f32, 64>;
 var<workgroup> sums: array<f32, 64u * ROWS>;
@@ -67,21 +60,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) la
   workgroupBarrier();
   for (var i = lane; i < 16u * ROWS; i += 64u) {
     let r = i / 16u;
-    let output = 16u * group.x + i % 16u;
-    if (output >= COUNT || group.y * ROWS + r >= n) { continue; }
     let at = 64u * r + i % 16u;
     var value = sums[at] + sums[at + 16u] + sums[at + 32u] + sums[at + 48u];
     if (NORMS) {
       value /= sqrt((squares[0] + squares[16] + squares[32] + squares[48]) / f32(K) + EPS);
     }
-    if (HAS_BIAS) { value += bias[FIRST + output]; }
-    value *= SCALE;
-    if (SOFTCAP > 0.0) { value = SOFTCAP * tanh(clamp(value / SOFTCAP, -20.0, 20.0)); }
-    if (HAS_NUMBER) {
-      if (tokens[group.y * ROWS + r].w != number[0]) { continue; }
-    }
-    let place = (group.y * ROWS + r) * Y_STRIDE + FIRST + output;
-    if (ADDS) { value += y[place]; }
-    y[place] = value;
+    put(group.y * ROWS + r, 16u * group.x + i % 16u, value);
   }
 }
