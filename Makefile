@@ -35,13 +35,14 @@ demo: $(VENV)/.installed-train
 # gym after test: pip builds some of its dependencies with the setuptools that torch installs. A test that hangs fails,
 # with its stack, and the others go on.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
-	$(BIN)/python -m pytest -n auto -rfEs -m "not timing" --ignore tests/scale --ignore tests/wide \
+	$(BIN)/python -m pytest -n auto -rfEs -m "not timing and not wide" --ignore tests/scale --ignore tests/wide \
 	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 	$(BIN)/python -m pytest -n 2 tests/scale/test_command.py
 
 # The tests that `make test` skips because a package or a program is missing (tests/needs.py), tests of time, and slow tests.
 test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wide web
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile -m needs --fail-if-missing --ignore tests/scale
+	$(BIN)/python -m pytest -n auto -m wide --ignore tests/scale
 	$(BIN)/python -m pytest -m timing --ignore tests/scale --ignore tests/wide
 	$(BIN)/python -m pytest tests/wide
 
@@ -126,7 +127,7 @@ web-test: $(VENV)/.installed-test web
 
 # Runs the package in every installed runtime, browser and bundler.
 web-wide: web-test
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web bundlers
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web gpu-wide bundlers
 
 # Serves the example page, which lists the models in models/ (`whet fetch smollm2`).
 web-demo: web

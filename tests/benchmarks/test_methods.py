@@ -7,6 +7,7 @@ import sys
 import pytest
 from tests.cli.conftest import write_tiny_model
 from tests.raising import mentions
+from tests.representatives import cases
 
 from benchmarks.contenders.training import methods as contender
 from benchmarks.contenders.training.methods import Bench, Method, Run, as_flags, preference
@@ -70,7 +71,10 @@ def test_flags_of_settings():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "kto", "reward", "kd", "grpo", "distill"])
+COMMANDS = ["sft", "dpo", "kto", "reward", "kd", "grpo", "distill"]
+
+
+@pytest.mark.parametrize("command", cases(COMMANDS, lambda command: command in ("dpo", "grpo")))
 def test_run_is_a_process_with_scores(bench, command, monkeypatch):
     monkeypatch.setattr(contender, "N_COMPLETIONS", 8)
     method = Method(command)

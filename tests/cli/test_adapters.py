@@ -12,6 +12,7 @@ from tests.cli.conftest import PAIRS, write_tiny_gguf
 from tests.gguf_files import Q8_0
 from tests.processes import WHET
 from tests.raising import assert_mentions
+from tests.representatives import cases
 from transformers import AutoModelForCausalLM
 
 from whet import _core
@@ -241,7 +242,7 @@ trainer.Trainer.log = log
 """
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "online-dpo"])
+@pytest.mark.parametrize("method", cases(["sft", "dpo", "grpo", "online-dpo"], lambda method: method == "grpo"))
 def test_killed_run_on_a_packed_base_resumes_bitwise_identically(method, files):
     data = {"dpo": "pairs.jsonl"}.get(method, "rows.jsonl")
     settings = {**LORA, "base": "q8_0", "steps": 4, "checkpoint_every": 2}

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.engine.tiny_models import VOCAB, tiny_model
 from tests.processes import run_python
 from tests.raising import assert_raises, mentions
+from tests.representatives import cases
 from tests.tiny import with_lora
 
 import whet.engine.engine
@@ -117,7 +118,7 @@ CALLS: dict[str, Callable[[Engine, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", cases(CALLS, lambda name: name in ("generate", "part of a stream")))
 def test_interrupt_before_any_line_of_a_call(name):
     """The traceback, which references every frame of the call, is alive during the next call."""
     model = policy()
@@ -143,7 +144,7 @@ SYNCS: dict[str, tuple[Callable[[Any], None], Callable[[Engine, Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SYNCS)
+@pytest.mark.parametrize("name", cases(SYNCS, lambda name: name == "merged"))
 def test_interrupt_before_any_line_of_a_sync(name):
     """The engine has either the old weights and version, or the new ones."""
     prepare, sync = SYNCS[name]

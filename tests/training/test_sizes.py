@@ -13,6 +13,7 @@ import transformers
 from tests.models.test_sizes import LLAMA
 from tests.processes import printed_by
 from tests.raising import assert_raises, mentions
+from tests.representatives import cases
 from tests.tiny import with_lora
 
 from whet import Learner, _core
@@ -294,7 +295,10 @@ def print_learner_bytes(name: str, compute: Any) -> None:
     print("bytes:", predicted, most - before)
 
 
-@pytest.mark.parametrize(("name", "compute"), [("llama", "float32"), *((name, "bfloat16") for name in LEARNER_SIZES)])
+LEARNERS = [("llama", "float32"), *((name, "bfloat16") for name in LEARNER_SIZES)]
+
+
+@pytest.mark.parametrize(("name", "compute"), cases(LEARNERS, lambda case: case[0] in ("llama", "qwen3_moe")))
 def test_a_learner_uses_the_estimated_memory(name, compute):
     # In a process whose threads have no scratch memory yet.
     code = f"from tests.training.test_sizes import print_learner_bytes; print_learner_bytes({name!r}, {compute!r})"

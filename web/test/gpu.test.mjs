@@ -11,8 +11,12 @@ import { serve } from "./server.mjs";
 const CHROMIUM = "/usr/bin/chromium";
 const families = await readFixture("families");
 // A dense model, heads of two sizes with a second embedding, recurrent mixers of three kinds, and mixtures; some with an adapter.
-const FILES = ["llama.gguf", "gpt2/", "gemma4.gguf", "lfm2.gguf", "qwen3_5_text.gguf", "nemotron_h-groups.gguf", "granite4-hybrid-experts.gguf", "gpt_oss.gguf"];
-const FORMATS = ["q8_0", "q4_k", "q5_1"];
+const FILES = ["llama.gguf", "granite4-hybrid-experts.gguf"];
+const FORMATS = ["q4_k"];
+if (process.env.WHET_WEB_WIDE) {
+  FILES.push("gpt2/", "gemma4.gguf", "lfm2.gguf", "qwen3_5_text.gguf", "nemotron_h-groups.gguf", "gpt_oss.gguf");
+  FORMATS.push("q8_0", "q5_1");
+}
 const LARGEST = 3e-5; // difference of a log-prob
 
 async function packageFiles() {
