@@ -12,12 +12,23 @@
 namespace whet::WHET_ISA {
 namespace {
 
+// Sums, weights and inputs of a tile of rows of T fit into the registers.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 8, kTilePanels = 3;
-#elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int kTileRows = 4, kTilePanels = 1;  // fills 16 registers
+template <class T>
+constexpr int kTileRows = 8;
+constexpr int kTilePanels = 3;
+#elif defined(__AVX2__)
+template <class T>
+constexpr int kTileRows = sizeof(T) == 4 ? 6 : 4;
+constexpr int kTilePanels = 1;
+#elif defined(__aarch64__)
+template <class T>
+constexpr int kTileRows = 4;
+constexpr int kTilePanels = 1;
 #else
-constexpr int kTileRows = 2, kTilePanels = 1;
+template <class T>
+constexpr int kTileRows = 2;
+constexpr int kTilePanels = 1;
 #endif
 
 // sum + the weights of one step times one row's inputs of that step.
@@ -103,18 +114,19 @@ __attribute__((noinline)) void linear_tile(InputRows<T> in, size_t row, const T*
 template <class T, int n_panels>
 WHET_INLINE void linear_panels(InputRows<T> in, const T* panels, size_t steps, size_t panel, size_t next,
                                const Outputs& out) {
-    const size_t n_tiles = in.rows / kTileRows + (in.rows % kTileRows != 0);
+    constexpr int most = kTileRows<T>;
+    const size_t n_tiles = in.rows / most + (in.rows % most != 0);
     Prefetch prefetch{reinterpret_cast<const char*>(panels) + (panel + n_panels) * steps * 64, next * steps / n_tiles};
     size_t row = 0;
-    for (; row + kTileRows <= in.rows; row += kTileRows) {
-        linear_tile<T, kTileRows, n_panels>(in, row, panels, steps, panel, out, prefetch);
+    for (; row + most <= in.rows; row += most) {
+        linear_tile<T, most, n_panels>(in, row, panels, steps, panel, out, prefetch);
         prefetch.from += 64 * prefetch.lines;
     }
-    if (kTileRows > 4 && row + 4 <= in.rows) {
+    if (most > 4 && row + 4 <= in.rows) {
         linear_tile<T, 4, n_panels>(in, row, panels, steps, panel, out, prefetch);
         row += 4, prefetch.lines = 0;
     }
-    if (kTileRows > 2 && row + 2 <= in.rows) {
+    if (most > 2 && row + 2 <= in.rows) {
         linear_tile<T, 2, n_panels>(in, row, panels, steps, panel, out, prefetch);
         row += 2, prefetch.lines = 0;
     }
