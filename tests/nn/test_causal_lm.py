@@ -17,9 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError
-from whet.nn import causal_lm
+from whet.nn import torch_logprobs
 from whet.nn.accelerate import accelerate
 from whet.nn.causal_lm import completion_logprobs
+from whet.nn.modules import inner_module
 
 PROMPTS = [[1, 5, 9], [2], [3, 4, 5, 6, 7, 8]]
 COMPLETIONS = [[10, 11], [12, 13, 14, 15], []]
@@ -219,7 +220,7 @@ def test_results_do_not_depend_on_chunk_size(monkeypatch: pytest.MonkeyPatch) ->
         return out.logprobs.detach(), out.entropy, model.table.grad
 
     whole = run()
-    monkeypatch.setattr(causal_lm, "_CHUNK_ELEMENTS", 7)  # two tokens of three logits at a time
+    monkeypatch.setattr(torch_logprobs, "_CHUNK_ELEMENTS", 7)  # two tokens of three logits at a time
     for one_chunk, many_chunks in zip(whole, run(), strict=True):
         assert torch.equal(one_chunk, many_chunks)
 
@@ -307,7 +308,7 @@ def test_peft_and_compiled_wrappers_expose_the_inner_model() -> None:
     assert trained and all("lora_" in name for name in trained)
     torch.testing.assert_close(completion_logprobs(adapted, PROMPTS, COMPLETIONS).logprobs, plain)
     compiled = torch.compile(model, backend="eager")
-    assert causal_lm.inner_module(compiled) is model  # pyright: ignore[reportArgumentType]
+    assert inner_module(compiled) is model  # pyright: ignore[reportArgumentType]
 
 
 def test_tensors_are_accepted_as_rows() -> None:

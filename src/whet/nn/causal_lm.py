@@ -3,9 +3,10 @@
 Supports any ``nn.Module`` that maps token ids to logits, including Hugging Face causal models and PEFT models. Does not
 sample, tokenise, switch between train and eval mode, or move the model.
 
-The log-softmax is ``log pi(a) = z_a / T - logsumexp(z / T)``, computed in chunks of tokens with a custom backward: the
-only (tokens, V) tensors alive at once are the logits, their gradient, and one chunk. Padding is on the right, so in a
-causal model no real token attends to it.
+The log-softmax is ``log pi(a) = z_a / T - logsumexp(z / T)``, computed in chunks of tokens with a custom backward:
+``torch_logprobs``. On a device, where logits and their gradient are most of the memory of a step, the head is computed
+apart from the model, and only a chunk of logits is alive at once. Padding is on the right, so in a causal model no real
+token attends to it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,9 @@ from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.balance import balance_loss, count_rows, record_router_logits
 from whet.nn.linear_logprobs import Kept, linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
+from whet.nn.output_head import output_head
 from whet.nn.replay import replay_experts
-
-_CHUNK_ELEMENTS, _DEVICE_CHUNK_ELEMENTS = 1 << 20, 1 << 26
-"""Logits converted to float32 at a time: 4 MiB, which fit in a core's cache; 256 MiB on a device, where the start of a
-kernel takes microseconds."""
+from whet.nn.torch_logprobs import Wanted, logprobs_of_logits, logprobs_of_states
 
 
 class CompletionLogprobs(NamedTuple):
@@ -167,8 +166,14 @@ def completion_logprobs(
         noise = torch.zeros((*input_ids.shape, drawn.shape[1]))
         for i in (i for i, completion in enumerate(completions) if completion):
             noise[i, : len(inputs[i])] = torch.from_numpy(drawn[input_rows(batch, i, len(prompts[i]))])
-    with add_noise(model, noise), record_router_logits(model) if return_balance else nullcontext() as routers:
-        logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
+    for head in (output_head(model) if splits_head(device) else None, None):
+        apart = nullcontext([]) if head is None else head.taken_apart()
+        recorded = record_router_logits(model) if return_balance else nullcontext()
+        with add_noise(model, noise), recorded as routers, apart as states:
+            logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
+        if head is None or head.gives(logits):
+            break
+    vocab_size = logits.shape[2] if head is None else head.module.out_features
     balance = None if routers is None else balance_loss(model, routers, attention_mask.flatten())
 
     targets, mask = padded_batch(completions, device=device)
@@ -176,20 +181,23 @@ def completion_logprobs(
         mask = padded_batch(completion_mask, device=device)[0].bool()
     rows, steps = mask.nonzero(as_tuple=True)
     token_ids = targets[rows, steps]
-    _check_vocabulary(where, token_ids, logits.shape[2])
+    _check_vocabulary(where, token_ids, vocab_size)
     # Column of the logits that predict completion token 0, per row.
     n_skipped = input_ids.shape[1] - logits.shape[1]
     first = torch.tensor([len(prompt) - 1 - n_skipped for prompt in prompts], device=device)
     at = rows.cpu().numpy(), steps.cpu().numpy()
-    kept = select_kept(kept_tokens, *at, token_ids.cpu().numpy(), logits.shape[2], where)
+    kept = select_kept(kept_tokens, *at, token_ids.cpu().numpy(), vocab_size, where)
     if candidates is not None:
-        chosen = select_candidates(candidates, completions, *at, logits.shape[2], where)
+        chosen = select_candidates(candidates, completions, *at, vocab_size, where)
         token_ids = torch.from_numpy(chosen).to(token_ids)
     else:
         token_ids = token_ids[:, None]
-    logprobs, entropy, mean = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, return_mean, kept
-    )
+    wanted = Wanted(token_ids, float(temperature), return_entropy, return_mean, kept)
+    columns = first[rows] + steps
+    if head is None:
+        logprobs, entropy, mean = logprobs_of_logits(logits, rows, columns, wanted)
+    else:
+        logprobs, entropy, mean = logprobs_of_states(states[0][rows, columns], head, wanted)
     if entropy is not None and not differentiable_entropy:
         entropy = entropy.detach()
     return _scatter_by_row(
@@ -403,80 +411,10 @@ def token_lists(rows: Sequence[Sequence[int]], where: str, name: str, *, allow_e
     return checked
 
 
+def splits_head(device: torch.device) -> bool:
+    """Whether logits are computed in chunks, from the hidden states of the tokens that count."""
+    return device.type != "cpu"
+
+
 def _forward_parameters(model: nn.Module) -> set[str]:
     return set(inspect.signature(inner_module(model).forward).parameters)
-
-
-def _chunks(n_tokens: int, logits: Tensor) -> Iterator[slice]:
-    elements = _CHUNK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
-    step = max(1, elements // logits.shape[2])
-    return (slice(start, start + step) for start in range(0, n_tokens, step))
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs of ``token_ids``, (N, k), entropies and means, (N,), under the softmax of logits / T.
-
-    The logits are ``logits[rows, columns]``.
-
-    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, ``d H / d z_v = -p_v (log p_v + H) / T`` and
-    ``d M / d z_v = (1 / V - p_v) / T``, from the saved logits, logZ and H. Each (row, column) must appear once.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        token_ids: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        with_mean: bool,
-        kept: KeptTokens | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(token_ids.shape, dtype=dtype, device=logits.device)
-        log_z = torch.empty(len(rows), dtype=dtype, device=logits.device)
-        entropy, mean = (torch.empty_like(log_z) if wanted else None for wanted in (with_entropy, with_mean))
-        for part in _chunks(len(rows), logits):
-            z = _kept_logits(logits[rows[part], columns[part]].to(dtype).div_(temperature), kept, part)
-            log_z[part] = torch.logsumexp(z, dim=-1)
-            logprobs[part] = z.gather(-1, token_ids[part]) - log_z[part, None]
-            if mean is not None:
-                mean[part] = z.mean(dim=-1) - log_z[part]
-            if entropy is not None:
-                log_p = z.sub_(log_z[part, None])
-                # The floor makes p log p of an impossible token 0 * -1e4 instead of 0 * -inf.
-                entropy[part] = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
-        ctx.save_for_backward(logits, rows, columns, token_ids, log_z, entropy)
-        ctx.temperature, ctx.kept = temperature, kept
-        ctx.set_materialize_grads(False)
-        return logprobs, entropy, mean
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        logits, rows, columns, token_ids, log_z, entropy = ctx.saved_tensors
-        scale, of_entropy, of_mean = (None if each is None else each / ctx.temperature for each in grad_outputs)
-        scale = log_z.new_zeros(token_ids.shape) if scale is None else scale
-        grad = torch.zeros_like(logits)
-        for part in _chunks(len(rows), logits):
-            z = _kept_logits(logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature), ctx.kept, part)
-            log_p, factor = z.sub_(log_z[part, None]), scale[part].sum(1, keepdim=True)
-            if of_entropy is not None:
-                factor = factor + of_entropy[part, None] * (log_p.clamp(min=-1e4) + entropy[part, None])
-            if of_mean is not None:
-                factor = factor + of_mean[part, None]
-            grad_z = log_p.exp_().mul_(-factor)
-            if of_mean is not None:
-                grad_z += of_mean[part, None] / logits.shape[2]
-            grad_z.scatter_add_(-1, token_ids[part], scale[part])
-            grad[rows[part], columns[part]] = grad_z.to(grad.dtype)
-        return grad, *[None] * 7
-
-
-def _kept_logits(z: Tensor, kept: KeptTokens | None, part: slice) -> Tensor:
-    """Set logits (n, V) of the rows ``part`` outside their sets to -inf."""
-    if kept is None or not len(z):
-        return z
-    return z.masked_fill_(~torch.from_numpy(kept.mask(part.start, part.start + len(z))).to(z.device), -torch.inf)
