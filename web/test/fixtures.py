@@ -23,10 +23,15 @@ from web.facts import camel
 from web.test.learner_fixtures import learning
 
 import whet
+from whet import _core
 from whet.config.sampling import GRAMMAR_SETTINGS, SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
+from whet.gpu.program import read_kernel
 from whet.models.families import FAMILIES
+from whet.models.formats import FORMATS, choose_formats
+from whet.models.packed_base import PackedBase
+from whet.models.sources.live import open_module
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from whet.models.tokenizers.template import ChatTemplate
@@ -235,6 +240,20 @@ def run_source(path: Path, adapter: Path | None = None, **options: Any) -> dict[
     return found | ({} if adapter is None else {"adapter": f"families/{adapter.name}/"})
 
 
+def shaders() -> list[str]:
+    """Return the sources of the GPU's pipelines for every family and format, each once."""
+    models = [(tiny_model(case), "bf16") for case in CASES]
+    models += [(tiny_model("llama", hidden_size=256, intermediate_size=512), name) for name in FORMATS]
+    found = set()
+    for made, weights in models:
+        source = open_module(made)
+        base = PackedBase(source, choose_formats(source, weights, None, None, "fixtures"))
+        for kv_type in (_core.KvType.float32, _core.KvType.bfloat16):
+            plan = _core.GpuPlan(base.core, kv_type=kv_type, max_rows=40, n_pages=8, n_states=2, binding_bytes=1 << 27)
+            found.update(plan.pipelines)
+    return sorted(constants + "".join(map(read_kernel, files)) for constants, files in found)
+
+
 def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
     """Return samples with every setting, and with stop strings across token boundaries."""
     ids = tokenizer.encode(PROMPT)
@@ -327,6 +346,7 @@ def main(folder: Path) -> None:
     model(folder)
     families(folder / "families")
     learning(folder)
+    (folder / "shaders.json").write_text(json.dumps(shaders()), encoding="utf-8")
     (folder / "ops.json").write_text(json.dumps(ops()), encoding="utf-8")
     for name, cases in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
         (folder / f"{name}.json").write_text(

@@ -29,6 +29,7 @@ async function packageFiles() {
     }
   };
   await add("families/");
+  found["shaders.json"] = await readFile(new URL("shaders.json", FIXTURES));
   // The package with a GPU of small buffers, and with one that can be lost.
   const scripts = {
     small: "Object.defineProperty(GPUSupportedLimits.prototype, 'maxStorageBufferBindingSize', { get: () => 4096 });",
@@ -125,6 +126,22 @@ describe("chromium", { skip: existsSync(CHROMIUM) ? false : `${CHROMIUM} is not 
       assert.ok(difference < 0.05, `the mean difference is ${difference}`);
     });
   }
+
+  test("Chromium compiles the kernels of every family and format", async () => {
+    const compile = async (file) => {
+      const sources = await (await fetch(file)).json();
+      const device = await (await navigator.gpu.requestAdapter()).requestDevice();
+      const errors = [];
+      for (const code of sources) {
+        const { messages } = await device.createShaderModule({ code }).getCompilationInfo();
+        errors.push(...messages.filter(({ type }) => type === "error").map(({ message, lineNum }) => `${message}: ${code.split("\n")[lineNum - 1]}`));
+      }
+      return { n: sources.length, errors };
+    };
+    const { n, errors } = (await run(compile, server.url("shaders.json"))).found;
+    assert.ok(n > 100, `${n} kernels`);
+    assert.deepEqual(errors, []);
+  });
 
   test("requests at the same time have their own results, and an abandoned one disturbs none", async () => {
     const { ids } = families[0];

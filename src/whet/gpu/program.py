@@ -298,7 +298,7 @@ class Program:
     def _make_pipeline(self, constants: str, files: tuple[str, ...]) -> tuple[Any, Any]:
         from wgpu import ShaderStage
 
-        code = constants + "".join(map(_read_kernel, files))
+        code = constants + "".join(map(read_kernel, files))
         kinds = {"read": "read-only-storage", "read_write": "storage"}
         layout = self._device.create_bind_group_layout(
             entries=[
@@ -398,5 +398,6 @@ def binding_bytes(device: Any) -> int:
 
 
 @cache
-def _read_kernel(name: str) -> str:
+def read_kernel(name: str) -> str:
+    """Return the source of a file of a pipeline."""
     return (Path(__file__).parent / "kernels" / f"{name}.wgsl").read_text(encoding="utf-8")
