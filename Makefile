@@ -16,8 +16,8 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz scale-model torture lint cpp-test cross cross-test \
-  wheels wheels-test wheel-test setup-test check wide wide-packages format clean
+.PHONY: demo test test-scale test-wide test-real gpu-check web web-test web-wide web-demo docs fuzz scale-model torture lint cpp-test cross \
+  cross-test wheels wheels-test wheel-test setup-test check wide wide-packages format clean
 .PRECIOUS: $(VENV)/.installed-%  # make would remove stamps that only pattern rules name
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
@@ -50,16 +50,17 @@ test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wid
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scale
 
-# On a machine with a GPU: its results next to the CPU's, and its speed. Needs no network once the packages are there.
+# On a machine with a GPU: its results next to the CPU's, and its speed. Needs no network once the packages are there;
+# resumes after the parts that have passed.
 gpu-check: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 tests/gpu
-	$(BIN)/whet bench gpu
+	$(BIN)/python -m tools.gpu_check $(ONLY)
 
 # Compiles llama.cpp. Not in check, which uses stored log-probs and tokens. `make test-real ONLY=Q4_K_M` tests one file.
 test-real: $(VENV)/.installed-real
 	$(BIN)/python -m tests.real.compare_tokenizers
 	$(BIN)/python -m tests.real.compare_tokenizers $$($(BIN)/python -m tests.real.model)
 	$(BIN)/python -m tests.real.compare_model $(ONLY)
+	$(BIN)/python -m tests.real.compare_gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -93,7 +94,7 @@ cpp-test-%: $(VENV)/.installed-dev
 
 # Other systems, compiled here by PyPI's ziglang: `make cross` compiles everything except the kernels for Windows and
 # macOS; `make cross-test` links all of it, runs the C++ tests for Windows under Wine, and for Linux with musl.
-cross: $(addprefix cross-host-,x86_64-windows-gnu aarch64-macos.11.0)
+cross: $(addprefix cross-check-,x86_64-windows-gnu aarch64-macos.11.0)
 cross-test: $(addprefix cross-link-,aarch64-macos.11.0 x86_64-macos.10.13) \
   $(addprefix cross-test-,x86_64-windows-gnu x86_64-linux-musl)
 cross-test-%: cross-link-%
@@ -101,11 +102,19 @@ cross-test-%: cross-link-%
 	$(BIN)/ctest --test-dir build/$* --output-on-failure -j2
 cross-link-%: cross-host-%
 	$(BIN)/cmake --build build/$*
-cross-host-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
-	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_CPP_TESTS=ON \
+define cross_build
+	$(BIN)/cmake -S . -B $(dir) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_CPP_TESTS=ON \
 	  -DWHET_PYTHON=OFF -DCMAKE_TOOLCHAIN_FILE=tools/zig.cmake -DWHET_ZIG=$(CURDIR)/$(BIN)/python-zig \
-	  -DWHET_TARGET=$* >/dev/null
-	$(BIN)/cmake --build build/$* --target whet_host
+	  -DWHET_TARGET=$* $(options) >/dev/null
+	$(BIN)/cmake --build $(dir) --target whet_host
+endef
+cross-host-%: dir = build/$*
+cross-host-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
+	$(cross_build)
+cross-check-%: dir = build/check-$*
+cross-check-%: options = -DCMAKE_CXX_FLAGS_RELEASE="-O0 -fno-sanitize=all"
+cross-check-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
+	$(cross_build)
 
 # Windows has none here: its wheel needs the headers and import library of Windows' Python (.github/workflows/release.yml).
 WHEEL_TARGETS := x86_64-linux-gnu.2.28 aarch64-linux-gnu.2.28 x86_64-linux-musl aarch64-macos.11.0 x86_64-macos.10.13
