@@ -589,7 +589,7 @@ def share(completions, answer):
 """
 
 
-@pytest.mark.parametrize("timeout_s", [0, 600])
+@pytest.mark.parametrize("timeout_s", cases([0, 600], lambda timeout_s: timeout_s == 0))
 def test_folder_is_locked_until_its_process_is_killed(timeout_s, files, error_of, capsys):
     (files.folder / "hanging.py").write_text(HANGING.format(mark=str(files.folder / "mark")))
     reward = {
@@ -730,7 +730,7 @@ def test_changes_of_rewards_and_held_out_rows_are_printed(files, capsys):
 
 @pytest.mark.parametrize(
     ("limit", "steps", "file"),
-    [(60_000, 4, "checkpoints/step-000004"), (60_000, 2, "model")],
+    cases([(60_000, 4, "checkpoints/step-000004"), (60_000, 2, "model")], lambda case: case[2] == "model"),
 )
 def test_disk_full_is_one_line_and_the_same_command_resumes(limit, steps, file, files):
     settings = {"learning_rate": 1e-2, "checkpoint_every": 2}

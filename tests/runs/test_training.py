@@ -16,6 +16,7 @@ from tests.cli.conftest import write_tiny_model
 from tests.models.test_delta import with_predicting
 from tests.processes import printed_by
 from tests.raising import assert_mentions, assert_raises, mentions
+from tests.representatives import cases
 from tests.rollout.test_tool_episodes import HERMES
 from transformers import AutoModelForCausalLM
 
@@ -155,7 +156,10 @@ def play(row, server):
 """
 
 
-@pytest.mark.parametrize(("kind", "name", "text"), [("env", "Game", GAME), ("agent", "play", AGENT)])
+KINDS = [("env", "Game", GAME), ("agent", "play", AGENT)]
+
+
+@pytest.mark.parametrize(("kind", "name", "text"), cases(KINDS, lambda case: case[0] == "agent"))
 def test_episodes(kind, name, text, files, tiny_model):
     (files.folder / "game.py").write_text(text)
     (files.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"))
