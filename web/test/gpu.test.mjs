@@ -20,7 +20,7 @@ if (process.env.WHET_WEB_WIDE) {
 const LARGEST = 3e-5; // difference of a log-prob
 
 async function packageFiles() {
-  const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>"), ...Object.fromEntries(await Promise.all(FORMATS.map(async (name) => [`${name}.gguf`, await readFile(new URL(`${name}.gguf`, FIXTURES))]))) };
+  const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>"), ...Object.fromEntries(await Promise.all(["q8_0", ...FORMATS].map(async (name) => [`${name}.gguf`, await readFile(new URL(`${name}.gguf`, FIXTURES))]))) };
   for (const name of await readdir(new URL("../dist/", import.meta.url))) if (/\.(js|wasm)$/.test(name)) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   const add = async (folder) => {
     for (const entry of await readdir(new URL(folder, FIXTURES), { withFileTypes: true })) {
