@@ -15,6 +15,7 @@ from benchmarks.contenders.engine.models import LLAMA_135M, QWEN3_600M, ModelFil
 from benchmarks.contenders.engine.native import Whet
 from benchmarks.contenders.engine.workload import Workload, sample_error
 from benchmarks.suites.engine import N_STEPS, NOTE, PROMPT_LENGTH, WIDTH_OF, WIDTHS, decode_case, prefill_case
+from benchmarks.suites.grpo import TINY
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table
 from whet.errors import WhetError
 
@@ -78,9 +79,9 @@ def shape_tables(
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """Create all tables; if quick, a row of each of the small model."""
+    """Create all tables; if quick, a row of each of a tiny model, which a device on the CPU can compute."""
     if options.quick:
-        return shape_tables(LLAMA_135M, (1,), (64,), on_software=True)
+        return shape_tables(TINY, (1,), (64,), on_software=True)
     return [*shape_tables(LLAMA_135M, (1, 8, 32), (512,)), *shape_tables(QWEN3_600M, (1, 8), (512,))]
 
 
