@@ -76,6 +76,14 @@ def test_every_value_and_its_gradient(name, on_device):
     assert_equal_to_logits(model, on_device, 1e-9, **VALUES[name])
 
 
+def test_no_token_counts(on_device):
+    model = tiny_model("phi-rotary").requires_grad_(True)  # whose head has a bias
+    out = completion_logprobs(model, [[1, 2], [3]], [[], []], return_entropy=True)
+    assert out.logprobs.shape == (2, 0)
+    out.logprobs.sum().backward()
+    assert not model.lm_head.bias.grad.any() and not model.lm_head.weight.grad.any()
+
+
 def test_adapters_and_frozen_weights(on_device):
     assert_equal_to_logits(with_lora(tiny_model("llama"), target_modules=["q_proj"]).double(), on_device, 1e-9)
 

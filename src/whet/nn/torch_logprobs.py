@@ -92,7 +92,7 @@ class _OfStates(torch.autograd.Function):
         of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
         grad_states = torch.empty_like(states) if of_states else None
         grad_weight = torch.zeros_like(weight, dtype=sums.log_z.dtype) if of_weight else None
-        grad_bias = torch.zeros_like(sums.log_z[:1]).repeat(len(weight)) if of_bias else None
+        grad_bias = sums.log_z.new_zeros(len(weight)) if of_bias else None
         for part in _chunks(len(states), len(weight), states.device):
             z, factor = ctx.head.logits(states[part])
             grad_z = _backward(z, part, sums, grads, ctx.wanted)
