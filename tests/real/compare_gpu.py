@@ -18,6 +18,7 @@ import numpy as np
 from tests.real.model import PROSE, fetch_model
 
 from whet import Engine, SamplingParams
+from whet.models.tokenizers import read_tokenizer
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 N_TOKENS, N_PROMPTS, NEW_TOKENS = 97, 2, 12
@@ -27,9 +28,9 @@ LIMIT = 2e-4
 
 def compare(file: Path) -> bool:
     """Print the differences of a file, and return whether they are within the limits."""
-    gpu = Engine.from_pretrained(file, device="gpu")
+    gpu = Engine.from_pretrained(file, device="gpu", kv_dtype="float32")
     exact = Engine.from_pretrained(file, weights="float32", kv_dtype="float32")
-    tokenizer = exact.tokenizer
+    tokenizer = read_tokenizer(file)
     prose = tokenizer.encode(PROSE.read_text(encoding="utf-8"))[:N_TOKENS]
     begin = time.perf_counter()
     ours, theirs = (engine.logprobs([prose])[0] for engine in (gpu, exact))
