@@ -76,7 +76,7 @@ def output_head(model: nn.Module) -> OutputHead | None:
     if "forward" in vars(module) or _has_hooks(module):
         return None
     try:
-        config = model_config(inner.config.to_dict(), where="output_head")
+        config = model_config(getattr(inner, "config", None), where="output_head")
     except WhetValueError:  # another family: taken_apart() shows whether it computes logits in another way
         return OutputHead(module, 1.0, 0.0)
     return OutputHead(module, config.logits_scale, config.logits_softcap)
