@@ -42,7 +42,7 @@ test: $(VENV)/.installed-test $(VENV)/.installed-gym
 # The tests that `make test` skips because a package or a program is missing (tests/needs.py), tests of time, and slow tests.
 test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wide web
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile -m needs --fail-if-missing --ignore tests/scale
-	$(BIN)/python -m pytest -n auto -m wide --ignore tests/scale
+	$(BIN)/python -m pytest -n auto -m "wide and not needs" --ignore tests/scale
 	$(BIN)/python -m pytest -m timing --ignore tests/scale --ignore tests/wide
 	$(BIN)/python -m pytest tests/wide
 
