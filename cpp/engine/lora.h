@@ -1,5 +1,5 @@
 // Per-request low-rank adapters of a transformer's matrices, y[first_row:] += B (A x) with the scaling folded into B,
-// and norms in place of the weights' own.
+// then scaled if there are magnitudes (engine/dora.h); and norms in place of the weights' own.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/dora.h"
 #include "engine/weights.h"
 
 namespace whet {
@@ -29,10 +30,12 @@ inline const Matrix& matrix_of(const Weights& weights, size_t layer, Target targ
     return weights.layers[layer].*kMatrices[static_cast<size_t>(target)];
 }
 
-// Adapters of one matrix, or of one expert's: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n).
+// Adapters of one matrix, or of one expert's: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n), which
+// are then scaled.
 struct LowRank {
     std::vector<PackedWeight> a, b;  // (rank, k) and (n, rank)
     std::vector<size_t> first_rows;
+    std::vector<RowScale> scales;
 
     size_t ranks() const {
         size_t sum = 0;
@@ -45,6 +48,7 @@ struct LowRank {
         linear(a, x, false, ldx, rows, nullptr, hidden, ld);
         for (size_t i = 0, first = 0; i < b.size(); first += a[i++].n()) {
             add_linear(b[i], hidden + first, ld, rows, y + first_rows[i], ldy);
+            if constexpr (kIsComplete) scales[i].apply(y + first_rows[i], ldy, rows);
         }
     }
 };
@@ -53,9 +57,10 @@ struct Adapter {
     explicit Adapter(size_t n_layers) : layers(n_layers) {}
 
     // Packs contiguous float32 factors A (rank, k) and B (n, rank) of a matrix of `weights`, or of one expert's, as
-    // float32 if the matrix is float32, else as bfloat16. Throws std::invalid_argument if they do not fit it.
+    // float32 if the matrix is float32, else as bfloat16, and scales for magnitudes (n,) of a matrix unless they are
+    // null. Throws std::invalid_argument if they do not fit it.
     void add(const Weights& weights, size_t layer, Target target, size_t first_row, const float* a, const float* b,
-             size_t rank, size_t k, size_t n) {
+             size_t rank, size_t k, size_t n, const float* magnitude = nullptr) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
         const Matrix& matrix = matrix_of(weights, layer, target);
         if (k == 0 || k != matrix.k()) throw std::invalid_argument("the adapter does not fit the shape of its matrix");
@@ -64,6 +69,12 @@ struct Adapter {
         LowRank& low = add_zero(weights, layer, target, first_row, rank, n, format);
         low.a.back().pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
         low.b.back().pack_rows(0, n, b, RowType::kFloat32, static_cast<ptrdiff_t>(rank), 1);
+        if constexpr (kIsComplete) {
+            if (magnitude == nullptr) return;
+            const float* bias = matrix.bias_or_null();
+            const std::vector<double> lengths = row_lengths(matrix, first_row, n, {a, b, rank, rank, 1, 1.0f});
+            low.scales.back() = RowScale(magnitude, lengths, bias == nullptr ? nullptr : bias + first_row);
+        }
     }
 
     // Adds factors of zeros in a format of float numbers: the last of the matrix's, which are returned.
@@ -83,6 +94,7 @@ struct Adapter {
         low.a.push_back(std::move(down));
         low.b.push_back(std::move(up));
         low.first_rows.push_back(first_row % rows);
+        if constexpr (kIsComplete) low.scales.emplace_back();
         max_rank = std::max(max_rank, low.ranks());
         return low;
     }

@@ -474,6 +474,7 @@ size_t Scheduler::adapters_bytes() const {
                 for (const LowRank& low : matrices) {
                     for (const PackedWeight& a : low.a) bytes += a.size_bytes();
                     for (const PackedWeight& b : low.b) bytes += b.size_bytes();
+                    for (const RowScale& scale : low.scales) bytes += scale.size_bytes();
                 }
             }
         }

@@ -683,6 +683,13 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
         for (const Target target : {Target::kExpertsUp, Target::kExpertsDown}) {
             if (!targets[static_cast<size_t>(target)].empty()) reject("adapters of experts");
         }
+        for (const std::vector<LowRank>& matrices : targets) {
+            for (const LowRank& low : matrices) {
+                for (const RowScale& scale : low.scales) {
+                    if (scale.size_bytes() > 0) reject("DoRA");
+                }
+            }
+        }
     }
     const ProductSettings settings{plan.norm_eps, plan.is_gated, plan.activation, plan.params, plan.none};
     AdapterPlan out;

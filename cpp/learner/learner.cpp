@@ -104,7 +104,7 @@ size_t Learner::add_adapter(size_t layer, Target target, size_t first_row, size_
     LowRank& low = adapter_.add_zero(*weights_, layer, target, first_row, rank, n, format);
     adapters_of_[&low].push_back(factors_.size());
     adapts_experts_ = adapts_experts_ || target >= Target::kExpertsUp;
-    factors_.push_back({&low, low.a.size() - 1, {rank, low.a.back().k(), n}, 0.0f});
+    factors_.push_back({&low, low.a.size() - 1, {rank, low.a.back().k(), n}, 0.0f, layer, target, first_row});
     return factors_.size() - 1;
 }
 
@@ -263,6 +263,7 @@ void Learner::allocate() {
         drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.widest_mlp(), config_.layer_input_dim}) + 1)
                 : 0;
     resize(grad_dropped_, dropped);
+    resize(unscaled_, rows * widest_scaled_);
     dropped_ = std::make_unique_for_overwrite<uint8_t[]>(dropped * sizeof(float));
     mask_ = std::make_unique_for_overwrite<uint8_t[]>(dropped);
     const size_t p = config_.layer_input_dim, ends = p > 0 ? rows * d : 0;

@@ -4,7 +4,8 @@
 //   y = W x + scale B^T (A d(x))      of a linear layer with an adapter, A (rank, k) and B (rank, n)
 //   u = scale B dy,  dA += u d(x)^T,  dB += scale (A d(x)) dy^T,  dx = W^T dy + d(A^T u)
 //
-// d is the adapter's dropout (learner/dropout.cpp): the identity unless forward() is given one.
+// d is the adapter's dropout (learner/dropout.cpp): the identity unless forward() is given one. With DoRA the rows of
+// W + B A are scaled to trained lengths (learner/dora.cpp).
 //
 // Between forward and backward the inputs of all layers are kept, and as many layers' activations as fit into given
 // memory; the backward pass computes the other layers again, with the same bits.
@@ -53,9 +54,10 @@ struct TrainingBatch {
     size_t n_tokens() const { return tokens.size(); }
 };
 
-// Gradients of an adapter's factors, A (rank, k) and B (rank, n), to which a backward pass adds.
+// Gradients of an adapter's factors, A (rank, k) and B (rank, n), and of its magnitudes (n,), if it has any, to which a
+// backward pass adds.
 struct FactorGradients {
-    float *a, *b;
+    float *a, *b, *magnitude = nullptr;
 };
 
 // Dropout of the adapters' inputs: elements become 0 with this probability, in [0, 1), and the others are divided by
@@ -80,6 +82,11 @@ public:
     size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank);
     // Packs A (rank, k) and scale B (rank, n).
     void set_factors(size_t adapter, const float* a, const float* b, float scale);
+    // Lengths (n,) of the rows of W + scale B A, and scales each row to a magnitude (n,) until the next call. An adapter
+    // has magnitudes always or never: with them it is of a matrix, not of an expert's, and has no dropout.
+    std::vector<double> row_lengths(size_t adapter, const float* a, const float* b, float scale) const;
+    void set_magnitude(size_t adapter, const float* magnitude, const std::vector<double>& lengths);
+    bool has_magnitude(size_t adapter) const { return !factors_.at(adapter).inverse_lengths.empty(); }
 
     // Trains the weight or the bias of a norm, by its slot, and returns its index among the trained vectors of norms.
     // Throws std::invalid_argument.
@@ -117,6 +124,10 @@ private:
         size_t index;     // in `low`
         size_t shape[3];  // rank, k, n
         float scale;
+        size_t layer;
+        Target target;
+        size_t matrix_row;  // the first output in the matrix
+        std::vector<float> inverse_lengths{};  // of the rows of W + scale B A, if there are magnitudes
 
         size_t first_row() const { return low->first_rows[index]; }
         std::span<const PackedWeight> a() const { return {&low->a[index], 1}; }
@@ -158,6 +169,7 @@ private:
     std::vector<Factors> factors_;
     std::map<const LowRank*, std::vector<size_t>> adapters_of_;  // indices in factors_
     bool adapts_experts_ = false;
+    size_t widest_scaled_ = 0;  // outputs of the widest matrix with magnitudes
     std::vector<TrainedVector> norms_;
 
     // The batch.
@@ -191,6 +203,7 @@ private:
     Floats result_, input_out_, input_gate_;  // of a layer before its input, W_out of it, and see input_out
     Floats grad_dropped_;                     // for dropout: A^T u
     Bytes dropped_, mask_;                    // for dropout: inputs, and their mask
+    Floats unscaled_;                         // for DoRA: outputs before their scales, then their gradients
     Arena choice_memory_;
     Choice choice_;
     Floats expert_rows_, expert_up_, gates_;       // of the tokens of an expert; of the shared expert
@@ -240,6 +253,9 @@ private:
     ProductRows input_of(size_t adapter, ProductRows x, const RowTile& tile);
     void project_down(const Factors& f, ProductRows x, size_t rows);
     void add_adapters(const LowRank* low, ProductRows x, const RowTile& tile, float* y, size_t ldy);
+    void scale_outputs(const LowRank* low, size_t rows, float* y, size_t ldy) const;
+    const float* unscale(size_t layer, Target target, const LowRank* low, ProductRows x, const RowTile& tile,
+                         const float* grad_y, size_t& ldy, std::span<const FactorGradients> grads);
     void adapters_backward(const LowRank* low, ProductRows x, const RowTile& tile, const float* grad_y, size_t ldy,
                            float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
                            const float* row_weights = nullptr);

@@ -19,8 +19,10 @@ constexpr size_t kOuterColumns = 128;  // columns of a task of it
 // y (rows, n) = W x + bias, and its adapters.
 void Learner::project(size_t layer, Target target, ProductRows x, const RowTile& tile, float* y, size_t ldy) {
     const Matrix& w = matrix_of(*weights_, layer, target);
+    const LowRank* low = adapters_at(layer, target);
     multiply(type_, w.parts, x, tile.n(), w.bias_or_null(), y, ldy);
-    add_adapters(adapters_at(layer, target), x, tile, y, ldy);
+    add_adapters(low, x, tile, y, ldy);
+    if constexpr (kIsComplete) scale_outputs(low, tile.n(), y, ldy);
 }
 
 // Adds the results of the adapters of a matrix, or of an expert's, if there are any.
@@ -55,9 +57,10 @@ void Learner::project_down(const Factors& f, ProductRows x, size_t rows) {
 void Learner::project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
                                size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
                                bool add) {
-    const Matrix& w = matrix_of(*weights_, layer, target);
-    multiply_transposed(type_, w.parts, grad_y, ldy, tile.n(), grad_x, ldx, add);
-    adapters_backward(adapters_at(layer, target), x, tile, grad_y, ldy, grad_x, ldx, grads);
+    const LowRank* low = adapters_at(layer, target);
+    if constexpr (kIsComplete) grad_y = unscale(layer, target, low, x, tile, grad_y, ldy, grads);
+    multiply_transposed(type_, matrix_of(*weights_, layer, target).parts, grad_y, ldy, tile.n(), grad_x, ldx, add);
+    adapters_backward(low, x, tile, grad_y, ldy, grad_x, ldx, grads);
 }
 
 // Adds to grad_x and to the gradients of the adapters of a matrix, or of an expert's, if there are any. The latter are

@@ -154,9 +154,11 @@ void Learner::layer_inputs_backward(std::span<const FactorGradients> grads) {
     const size_t d = config_.hidden_dim, width = config_.layer_inputs();
     begin_layer_backward(0);  // x_: the embeddings
     for (const RowTile& tile : tiles_) {
+        const ProductRows x = convert(x_.get() + tile.begin * d, d, tile.n(), d);
         const float* grad = projected_inputs_.get() + tile.begin * width;
-        adapters_backward(low, convert(x_.get() + tile.begin * d, d, tile.n(), d), tile, grad, width, h_.get(), d,
-                          grads);
+        size_t ld = width;
+        if constexpr (kIsComplete) grad = unscale(0, Target::kLayerInputs, low, x, tile, grad, ld, grads);
+        adapters_backward(low, x, tile, grad, ld, h_.get(), d, grads);
     }
 }
 

@@ -16,6 +16,7 @@ from whet.cli import main
 from whet.config.toml import read_toml
 
 LORA = {"lora_rank": 2, "learning_rate": 1e-2, "compute": "float32"}
+DROPOUT = ("--lora-dropout=0.1", "--training-mode")
 MISSING = ("torch", "transformers", "peft", "matplotlib")
 
 
@@ -111,9 +112,24 @@ def test_what_needs_torch_is_named_and_trained_with_torch(settings, reason, file
     assert "natively" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_run_of_dora_resumes(optimizer, files, capsys, error_of):
+    given = {**LORA, **files.online, "data": "rows.jsonl", "group_size": 2, "optimizer": optimizer}
+    for name, steps in (("run", (2, 4)), ("whole", (4,))):
+        for n in steps:
+            assert main(["train", "grpo", *files(name, **given), "--use-dora", f"--steps={n}"]) == 0
+    assert "trained natively" in capsys.readouterr().out
+    whole, parts = tensors(files.folder / "whole"), tensors(files.folder / "run")
+    assert any("lora_magnitude_vector" in name for name in whole)
+    assert whole.keys() == parts.keys() and all((whole[name] == parts[name]).all() for name in whole)
+    assert main(["generate", str(files.folder / "run"), "--prompt=a", "--max-new-tokens=2"]) == 0
+    error = error_of("train", "grpo", *files("new", **given), "--use-dora", "--backend=native", *DROPOUT)
+    assert_mentions(error, "lora_dropout is 0.1", "--backend torch")
+
+
 def test_dora_and_trained_tokens_are_merged_by_commands(files, error_of):
     argv = ["train", "sft", *files("run", **{**LORA, "compute": "auto", "trainable_token_indices": "5"}), "--use-dora"]
-    assert_mentions(error_of(*argv, "--backend=native", "--steps=1"), "use_dora=True", "--backend torch")
+    assert_mentions(error_of(*argv, "--backend=native", "--steps=1"), "trainable_token_indices=[5]", "--backend torch")
     assert main([*argv, "--steps=2"]) == 0 and main([*argv, "--steps=3"]) == 0
     assert any("lora_magnitude_vector" in name for name in tensors(files.folder / "run"))
     run, merged = str(files.folder / "run"), str(files.folder / "merged")

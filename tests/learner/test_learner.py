@@ -48,6 +48,8 @@ def new_learner(base: Any, **settings: Any) -> Learner:
     rng = np.random.default_rng(3)
     for adapter in learner.adapters:
         adapter.b[:] = rng.normal(size=adapter.b.shape) * 0.1
+        if adapter.magnitude is not None:
+            adapter.magnitude *= rng.uniform(0.7, 1.3, adapter.magnitude.shape).astype(np.float32)
     for vector in (vector for norm in learner.norms for vector in norm.parameters):
         vector += 0.1 * rng.normal(size=vector.shape)
     learner.update()
@@ -91,24 +93,34 @@ def by_autograd(
     dtype, dropout = next(model.parameters()).dtype, learner.lora_dropout
     trained, weights, hooks, ids = {}, {}, [], []
 
-    def add_adapter(i: int, scaling: float, a: torch.Tensor, b: torch.Tensor) -> Any:
+    def add_adapter(
+        i: int, scaling: float, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None = None
+    ) -> Any:
         def add(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
             mask = torch.ones(()) if not dropout else torch.tensor(dropout_mask(i, ids, a.shape[1], dropout))
-            return out + scaling * (inputs[0] * mask / (1 - dropout)) @ a.T @ b
+            out = out + scaling * (inputs[0] * mask / (1 - dropout)) @ a.T @ b
+            if magnitude is None:
+                return out
+            weight = module.weight.mT if type(module).__name__ == "Conv1D" else module.weight
+            lengths = (weight + scaling * b.T @ a).norm(dim=1).detach()  # section 4.3 of the paper
+            bias = 0 if module.bias is None else module.bias
+            return (out - bias) * magnitude / lengths + bias
 
         return add
 
     for i, adapter in enumerate(learner.adapters):
         a, rows = adapter.to_module(adapter.a, adapter.b)
-        a, b = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (a, rows.T))
-        trained[adapter.name] = a, b
+        scaled = [] if adapter.magnitude is None else [adapter.order_outputs(adapter.magnitude)]
+        a, b, *scaled = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (a, rows.T, *scaled))
+        trained[adapter.name] = a, b, *scaled
         if (n := adapter.n_experts) > 1:  # as PEFT's ParamWrapper
             delta = torch.einsum("reo,eri->eoi", b.view(-1, n, len(rows)), a.view(n, adapter.rank, -1))
             base = model.get_parameter(adapter.name).detach()
             is_transposed = model.get_submodule(adapter.name.rpartition(".")[0]).is_transposed
             weights[adapter.name] = base + adapter.scaling * (delta.mT if is_transposed else delta)
             continue
-        hooks.append(model.get_submodule(adapter.name).register_forward_hook(add_adapter(i, adapter.scaling, a, b)))
+        hook = add_adapter(i, adapter.scaling, a, b, *scaled)
+        hooks.append(model.get_submodule(adapter.name).register_forward_hook(hook))
     for norm in learner.norms:
         trained[norm.name] = tuple(torch.tensor(x, dtype=dtype, requires_grad=True) for x in norm.parameters)
         weights |= {f"{norm.name}.{part}": x for part, x in zip(norm.parts, trained[norm.name], strict=True)}
@@ -148,7 +160,8 @@ def gradient_errors(learner: Learner, right: Mapping[str, tuple[np.ndarray, ...]
     found = []
     for adapter in learner.adapters:
         a, rows = adapter.to_module(adapter.grad_a, adapter.grad_b)
-        found.append((adapter, (a, rows.T)))
+        scaled = [] if adapter.grad_magnitude is None else [adapter.order_outputs(adapter.grad_magnitude)]
+        found.append((adapter, (a, rows.T, *scaled)))
     pairs = [(norm, norm.gradients) for norm in learner.norms]
     return [
         relative_error(got, expected)

@@ -47,13 +47,21 @@ def test_trained_parameters_match_peft(name, tmp_path):
         }
         assert set(chosen.whole) == set(read.whole) and chosen.n_parameters == trained
     assert read.is_separable == (name not in ("outer", "whole"))
-    assert read.needs_floats == ("lm_head in modules_to_save" if name == "whole" else "")
+    assert read.floats_reason(False) == ("lm_head in modules_to_save" if name == "whole" else "")
 
 
 def test_features_beyond_lora_are_reported(tmp_path):
     with_lora(tiny_llama(), use_dora=True, target_modules=["q_proj"]).save_pretrained(tmp_path)
     adapted = read_adapted(tmp_path, source(), "test")
-    assert adapted.special == adapted.needs_floats == "use_dora=True" and not adapted.is_separable
+    assert adapted.use_dora and adapted.is_separable and not adapted.special
+    assert (adapted.floats_reason(True), adapted.floats_reason(False)) == ("use_dora=True", "")
+    assert adapted.n_parameters == adapted.n_special + sum(
+        rank * sum(location.matrix_shape) for location, rank in adapted.factors
+    )
+    with_lora(tiny_llama(), trainable_token_indices=[3], target_modules=["q_proj"]).save_pretrained(tmp_path)
+    adapted = read_adapted(tmp_path, source(), "test")
+    assert adapted.special == adapted.floats_reason(False) == "trainable_token_indices=[3]"
+    assert not adapted.is_separable
 
 
 def test_adapters_of_another_model_are_rejected_by_name_or_shape(tmp_path):

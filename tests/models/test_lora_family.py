@@ -252,6 +252,10 @@ def test_engines_run_what_was_trained(kind, tied, tmp_path):
         run.train_step(ROWS)
         engine.sync(run.model.eval())
         np.testing.assert_allclose(engine.logprobs([IDS], start=1)[0], logprobs_of(run.model), rtol=0, atol=1e-4)
+    if kind == "dora":
+        learner = Learner(str(folder), adapter=adapter, weights="float32", compute="float32")
+        own = learner.logprobs([IDS[:1]], [IDS[1:]]).logprobs[0]
+        return np.testing.assert_allclose(own, expected, rtol=0, atol=1e-4)
     facts = ("Learner", "torch")
     assert_raises(WhetValueError, facts, Learner, str(folder), adapter=adapter, weights="float32")
 

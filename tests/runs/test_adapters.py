@@ -38,13 +38,18 @@ def test_sampling_settings_that_need_float_weights(tiny_model):
     assert plan_adapters(SFTRun(lora_rank=2, lora_layers=["lm_head"]), source, "here").base == NARROW
 
 
-def test_dora_needs_float_weights(tiny_model, tmp_path):
+def test_dora_needs_float_weights_in_torch(tiny_model, tmp_path):
     with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), use_dora=True, r=2).save_pretrained(tmp_path)
     source, run = open_pretrained(tiny_model), SFTRun(model=str(tiny_model), adapter=str(tmp_path))
-    assert "use_dora=True" in plan_adapters(run, source, "here").floats_reason
+    assert plan_adapters(run, source, "here").base == NARROW
+    run.backend = "torch"
+    facts = "use_dora=True needs float weights as backend is 'torch'"
+    assert plan_adapters(run, source, "here").floats_reason == facts
     run.base = "q8_0"
-    facts = "base is 'q8_0'", "use_dora=True", "float weights", "--base none"
+    facts = "base is 'q8_0'", "use_dora=True", "float weights", "backend is 'torch'", "--base none"
     assert_raises(WhetValueError, facts, plan_adapters, run, source, "here")
+    run = SFTRun(model=str(tiny_model), lora_rank=2, use_dora=True, lora_dropout=0.1)
+    assert "lora_dropout is 0.1" in plan_adapters(run, source, "here").floats_reason
 
 
 def test_towers_are_neither_trained_nor_adapted(tiny_model, tmp_path):

@@ -209,27 +209,30 @@ public:
                               top_logprobs, array_of(job.hiddens));
     }
 
-    // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling folded
-    // into B; norms: (slot, contiguous float32 values).
+    // parts: (layer, target, first row, A (rank, k), B (n, rank), magnitudes (n,) or None) with contiguous float32
+    // arrays, the scaling folded into B; norms: (slot, contiguous float32 values).
     void add_adapter(uint64_t id, const nb::iterable& parts, const nb::iterable& norms) {
         const EngineGuard guard(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
             const auto entry = nb::cast<nb::tuple>(part);
-            Array a, b;
+            Array a, b, magnitude;
             if (!view_matrix(entry[3], a) || !view_matrix(entry[4], b) || a.shape[0] != b.shape[1]) {
                 throw std::invalid_argument("not float32 factors (rank, k) and (n, rank)");
             }
+            const bool is_scaled = !entry[5].is_none();
+            if (is_scaled && (!view_vector(entry[5], magnitude) || magnitude.shape[0] != b.shape[0])) {
+                throw std::invalid_argument("not a float32 magnitude of each row");
+            }
             adapter->add(model_.weights(), nb::cast<size_t>(entry[0]), nb::cast<Target>(entry[1]),
                          nb::cast<size_t>(entry[2]), a.as<float>(), b.as<float>(), static_cast<size_t>(a.shape[0]),
-                         static_cast<size_t>(a.shape[1]), static_cast<size_t>(b.shape[0]));
+                         static_cast<size_t>(a.shape[1]), static_cast<size_t>(b.shape[0]),
+                         is_scaled ? magnitude.as<float>() : nullptr);
         }
         for (nb::handle norm : norms) {
             const auto entry = nb::cast<nb::tuple>(norm);
             Array values;
-            if (!view(entry[1].ptr(), values) || values.dtype != DType::kFloat32 || values.ndim != 1) {
-                throw std::invalid_argument("not float32 values of a norm");
-            }
+            if (!view_vector(entry[1], values)) throw std::invalid_argument("not float32 values of a norm");
             adapter->set_norm(model_.weights(), nb::cast<std::string>(entry[0]),
                               {values.as<float>(), static_cast<size_t>(values.shape[0])});
         }
@@ -312,6 +315,10 @@ private:
 
     static bool view_matrix(nb::handle object, Array& a) {
         return view(object.ptr(), a) && a.dtype == DType::kFloat32 && a.ndim == 2;
+    }
+
+    static bool view_vector(nb::handle object, Array& x) {
+        return view(object.ptr(), x) && x.dtype == DType::kFloat32 && x.ndim == 1;
     }
 };
 

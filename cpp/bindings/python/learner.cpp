@@ -63,6 +63,24 @@ public:
         learner_.set_factors(adapter, a.data(), b.data(), scale);
     }
 
+    void row_lengths(size_t adapter, const Contiguous<const float, 2>& a, const Contiguous<const float, 2>& b,
+                     float scale, const Contiguous<double, 1>& out) {
+        const ReleasedGil released;
+        const std::lock_guard guard(mutex_);
+        check_shapes(adapter, a, b);
+        require(out.shape(0) == b.shape(1), "Learner.row_lengths: expected a number for each row");
+        std::ranges::copy(learner_.row_lengths(adapter, a.data(), b.data(), scale), out.data());
+    }
+
+    void set_magnitude(size_t adapter, const Contiguous<const float, 1>& magnitude,
+                       const Contiguous<const double, 1>& lengths) {
+        const std::lock_guard guard(mutex_);
+        const size_t n = learner_.shape(adapter)[2];
+        require(magnitude.shape(0) == n && lengths.shape(0) == n,
+                "Learner.set_magnitude: expected a magnitude and a length of each row");
+        learner_.set_magnitude(adapter, magnitude.data(), {lengths.data(), lengths.data() + n});
+    }
+
     size_t add_norm(const std::string& slot, const Contiguous<const float, 1>& values) {
         const std::lock_guard guard(mutex_);
         return learner_.add_norm(slot, {values.data(), values.shape(0)});
@@ -136,7 +154,7 @@ public:
         divergence_->forward(hidden_, teacher_hidden_.data(), rows_, temperature, beta, out.data());
     }
 
-    // grads: (grad_a, grad_b) of each adapter, and norm_grads: of each vector of norms, to which the gradients are
+    // grads: (grad_a, grad_b), and the gradients of magnitudes if there are any, of each adapter, and norm_grads: of each vector of norms, to which the gradients are
     // added.
     void backward(const Contiguous<const float, 2>& grad_logprobs,
                   const std::optional<Contiguous<const float, 1>>& grad_entropy,
@@ -210,8 +228,11 @@ private:
     void run_backward(const nb::sequence& grads, const nb::sequence& norm_grads, F&& head) {
         // A caster to std::vector would terminate the process where memory is refused.
         std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>> pairs;
-        for (nb::handle pair : grads) {
-            pairs.emplace_back(nb::cast<Contiguous<float, 2>>(pair[0]), nb::cast<Contiguous<float, 2>>(pair[1]));
+        std::vector<std::optional<Contiguous<float, 1>>> magnitudes;
+        for (nb::handle each : grads) {
+            pairs.emplace_back(nb::cast<Contiguous<float, 2>>(each[0]), nb::cast<Contiguous<float, 2>>(each[1]));
+            auto& magnitude = magnitudes.emplace_back();
+            if (nb::len(each) > 2) magnitude = nb::cast<Contiguous<float, 1>>(each[2]);
         }
         std::vector<Contiguous<float, 1>> vectors;
         for (nb::handle vector : norm_grads) vectors.push_back(nb::cast<Contiguous<float, 1>>(vector));
@@ -221,8 +242,13 @@ private:
         const std::lock_guard guard(mutex_);
         require(pairs.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
         for (const auto& [a, b] : pairs) {
-            check_shapes(factors.size(), a, b);
-            factors.push_back({a.data(), b.data()});
+            const size_t adapter = factors.size();
+            const auto& magnitude = magnitudes[adapter];
+            check_shapes(adapter, a, b);
+            require(learner_.has_magnitude(adapter) == magnitude.has_value() &&
+                        (!magnitude || magnitude->shape(0) == learner_.shape(adapter)[2]),
+                    "Learner.backward: expected gradients of magnitudes for adapters that have them");
+            factors.push_back({a.data(), b.data(), magnitude ? magnitude->data() : nullptr});
         }
         require(vectors.size() == learner_.n_norms(), "Learner.backward: expected gradients of every norm");
         for (const auto& vector : vectors) {
@@ -259,6 +285,9 @@ void bind_learner(nb::module_& m) {
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))
+        .def("row_lengths", &LearnerObject::row_lengths, arg("adapter"), array("a"), array("b"), arg("scale"),
+             array("out"))
+        .def("set_magnitude", &LearnerObject::set_magnitude, arg("adapter"), array("magnitude"), array("lengths"))
         .def("add_norm", &LearnerObject::add_norm, arg("slot"), array("values"))
         .def("set_norm", &LearnerObject::set_norm, arg("norm"), array("values"))
         .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),

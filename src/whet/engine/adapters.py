@@ -14,7 +14,7 @@ from whet import _core
 from whet.engine.checks import check_same_model
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.learner import Learner
-from whet.models.adapter_files import REWARD_USE, describe_special, read_peft_modules
+from whet.models.adapter_files import REWARD_USE, Dora, describe_special, read_peft_modules
 from whet.models.architecture import ModelConfig
 from whet.models.lora import core_matrix
 from whet.models.slots import (
@@ -35,8 +35,8 @@ from whet.ops.micro_lora import MicroLoRA
 def adapter_parts(
     targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str
 ) -> tuple[Iterator[tuple[Any, ...]], list[tuple[str, np.ndarray]]]:
-    """Return what an adapter changes, see ``Engine.add_adapter``: (layer, target, first row, A, B) of every matrix, and
-    slot and values of every norm.
+    """Return what an adapter changes, see ``Engine.add_adapter``: (layer, target, first row, A, B, magnitudes or None)
+    of every matrix, and slot and values of every norm.
 
     Matrices come lazily, so that copies of factors reuse each other's memory.
 
@@ -84,7 +84,8 @@ def _check_plain(model: Any, where: str, on_base: bool) -> None:
     """Raise if the active adapters of a PEFT model change more than their factors, and norms on a packed base."""
     active = model.active_adapters  # a method of transformers' models
     for name in cast("list[str]", active() if callable(active) else active):
-        if special := describe_special(model.peft_config[name].to_dict(), f"{where}: adapter {name!r}", not on_base):
+        label, except_for = f"{where}: adapter {name!r}", ("modules_to_save",) if on_base else ()
+        if special := describe_special(model.peft_config[name].to_dict(), label, except_for):
             raise WhetValueError(
                 f"{where}: adapter {name!r} has {special}, which changes more than the factors. Make an engine "
                 f"of the model: Engine.from_model(model)."
@@ -97,6 +98,9 @@ def _locate(
     location = find_location(targets, name, where)
     if isinstance(value, Mapping):
         return locate_norm(config, location, value, where)
+    magnitude = None
+    if isinstance(value, Dora):
+        value, magnitude = value
     if isinstance(value, MicroLoRA):
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
     else:
@@ -108,7 +112,7 @@ def _locate(
                 f"{where}: adapter[{name!r}] is {value!r:.60}, expected a MicroLoRA or (A, B, scaling) with two arrays "
                 f"and a number ({error})."
             ) from None
-    return locate_lora(config, location, a, b, scaling, where)
+    return locate_lora(config, location, a, b, scaling, where, magnitude)
 
 
 def _check_norm(norm: NormValues, where: str) -> np.ndarray:
@@ -117,7 +121,7 @@ def _check_norm(norm: NormValues, where: str) -> np.ndarray:
     return norm.values
 
 
-def _convert(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
+def _convert(lora: LoRA, where: str) -> tuple[Any, ...]:
     matrix = core_matrix(lora.slot)
     if matrix is None:
         raise WhetValueError(
@@ -127,6 +131,9 @@ def _convert(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray
     a, b = factor_values(lora.a), factor_values(lora.b)
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
-    if not (np.isfinite(a).all() and np.isfinite(scaled).all()):
-        raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity, in A or in scaling B.")
-    return *matrix, lora.first_row, np.ascontiguousarray(a), scaled
+    magnitude = None if lora.magnitude is None else np.ascontiguousarray(factor_values(lora.magnitude))
+    if not all(array is None or np.isfinite(array).all() for array in (a, scaled, magnitude)):
+        raise WhetValueError(
+            f"{where}: the adapter of {lora.slot} holds NaN or infinity, in A, in scaling B, or in its magnitudes."
+        )
+    return *matrix, lora.first_row, np.ascontiguousarray(a), scaled, magnitude

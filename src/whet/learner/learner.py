@@ -40,8 +40,10 @@ from whet.learner.batch import (
 )
 from whet.learner.moments import make_moments, moment_seed
 from whet.models.adapter_files import (
+    MAGNITUDE,
     PEFT_PREFIX,
     SCORE,
+    Dora,
     check_reward_head,
     has_reward_head,
     match_pattern,
@@ -90,6 +92,9 @@ class TrainedAdapter:
         n_fixed: the last rows of A and B that do not train.
         grad_a: (r, k) float32, accumulated by ``Learner.backward``.
         grad_b: (r, n) float32, as grad_a.
+        magnitude: (n,) float32, of DoRA: the lengths of the rows of the sum, in the order of b's columns; None: plain
+            LoRA.
+        grad_magnitude: its gradient, as grad_a.
     """
 
     def __init__(
@@ -102,6 +107,9 @@ class TrainedAdapter:
         self.a = rng.uniform(-bound, bound, (self.n_experts * rank, k)).astype(np.float32)
         self.b = np.zeros((self.n_experts * rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
+        self.magnitude: np.ndarray | None = None
+        self.grad_magnitude: np.ndarray | None = None
+        self._scales_rows = False
         self.wrapper, self.n_fixed = self.name, 0
         outputs, columns = slot_outputs(config, location), slot_columns(config, location)
         self._outputs = np.arange(n) if outputs is None else outputs  # the module's output at each column of b
@@ -122,11 +130,17 @@ class TrainedAdapter:
         """Yield the rows of each expert's adapter in arrays with the rows of A."""
         return zip(*(np.split(array, self.n_experts) for array in arrays), strict=True)
 
+    def gradient_parts(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield the gradients of each expert's adapter, or of the module's, as the core takes them."""
+        if self.grad_magnitude is not None:
+            return iter([self.gradients])
+        return self.parts(self.grad_a, self.grad_b)
+
     def trained_rows(self) -> list[slice]:
         """Return the rows of A and B with gradients: of experts only those with a number that is not 0."""
         if self.n_experts == 1:
             return [slice(0, self.rank - self.n_fixed)]
-        found = [grad_a.any() or grad_b.any() for grad_a, grad_b in self.parts(*self.gradients)]
+        found = [grad_a.any() or grad_b.any() for grad_a, grad_b in self.parts(self.grad_a, self.grad_b)]
         return [slice(e * self.rank, (e + 1) * self.rank) for e in np.flatnonzero(found)]
 
     def start_principal(self, base: PackedBase, rng: np.random.Generator, where: str) -> None:
@@ -143,21 +157,31 @@ class TrainedAdapter:
 
     def is_original(self) -> bool:
         """Whether the adapter changes nothing."""
-        return is_zero(self.a, self.b.T)
+        return is_zero(self.a, self.b.T) and not self._scales_rows
 
     def drop_fixed_gradients(self) -> None:
         """Set the gradients of rows that do not train to zero."""
-        for grad in self.gradients:
+        for grad in (self.grad_a, self.grad_b):
             grad[len(grad) - self.n_fixed :] = 0
+
+    def add_magnitude(self, magnitude: np.ndarray, is_original: bool = False) -> None:
+        """Train magnitudes from these initial values on; ``is_original``: the lengths of the base's rows."""
+        self.magnitude = np.ascontiguousarray(magnitude, np.float32)
+        self.grad_magnitude = np.zeros_like(self.magnitude)
+        self._scales_rows = not is_original
 
     @property
     def parameters(self) -> tuple[np.ndarray, ...]:
-        """A and B, which training updates in place; call ``Learner.update`` after other changes."""
-        return self.a, self.b
+        """A, B, and the magnitudes if there are any, which training updates in place; call ``Learner.update`` after
+        other changes.
+        """
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
     @parameters.setter
     def parameters(self, arrays: tuple[np.ndarray, ...]) -> None:
-        self.a, self.b = arrays
+        self.a, self.b, *magnitude = arrays
+        if magnitude:
+            [self.magnitude] = magnitude
 
     def to_module(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return A and B, or moments of them, (r, k) and (r, n), as the module's: (r, k) and (n, r), in its order."""
@@ -173,18 +197,34 @@ class TrainedAdapter:
 
     @property
     def gradients(self) -> tuple[np.ndarray, ...]:
-        """Gradients of A and B."""
-        return self.grad_a, self.grad_b
+        """Gradients of ``parameters``."""
+        if self.grad_magnitude is None:
+            return self.grad_a, self.grad_b
+        return self.grad_a, self.grad_b, self.grad_magnitude
 
     def to_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the parameters, or arrays of their shapes, by the names of PEFT's parameters."""
-        name, (a, b) = f"{PEFT_PREFIX}{self.wrapper}", self.to_module(*arrays)
-        return {f"{name}.lora_A.{ADAPTER}.weight": a, f"{name}.lora_B.{ADAPTER}.weight": b}
+        a, b, *magnitude = arrays
+        a, b = self.to_module(a, b)
+        named = {"lora_A": a, "lora_B": b}
+        if magnitude:
+            named[MAGNITUDE] = self.order_outputs(magnitude[0])
+        return {f"{PEFT_PREFIX}{self.wrapper}.{name}.{ADAPTER}.weight": array for name, array in named.items()}
+
+    def order_outputs(self, values: np.ndarray) -> np.ndarray:
+        """Return numbers of the outputs (n,) in the order of the module's."""
+        ordered = np.empty_like(values)
+        ordered[self._outputs] = values
+        return ordered
 
     def from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the inverse of ``to_peft``, as float32 copies."""
-        a, b = (np.array(named[name], np.float32) for name in self.to_peft(self.parameters))
-        return list(self.from_module(a, b))
+        a, b, *magnitude = (np.array(named[name], np.float32) for name in self.to_peft(self.parameters))
+        return [*self.from_module(a, b), *map(self.outputs_of_module, magnitude)]
+
+    def outputs_of_module(self, values: np.ndarray) -> np.ndarray:
+        """Return the inverse of ``order_outputs``."""
+        return values[self._outputs]
 
 
 class TrainedModule:
@@ -277,6 +317,8 @@ class Learner:
         lora_rank: rank of every adapter. Default: 16.
         lora_alpha: adapters are multiplied by lora_alpha / lora_rank. Default: lora_rank.
         use_rslora: multiply by lora_alpha / sqrt(lora_rank) instead (Kalajdzievski 2023).
+        use_dora: also train the length of each row of W + scaling B A (DoRA, Liu et al. 2024); without lora_dropout.
+            The lengths are initially those of W, and constant in the gradients of A and B (section 4.3 there).
         rank_pattern: ranks of some modules, by regular expressions of ends of their names, as in PEFT.
         alpha_pattern: the same for lora_alpha.
         lora_init: "zero": A is random and B is zero. "pissa": scaling B A is the sum of the largest lora_rank singular
@@ -328,6 +370,7 @@ class Learner:
         alpha_pattern: Mapping[str, float] = MappingProxyType({}),
         modules_to_save: Sequence[str] = (),
         use_rslora: bool = False,
+        use_dora: bool = False,
         weights: str | None = None,
         compute: ComputeDtype = "auto",
         max_position: int | None = None,
@@ -349,12 +392,14 @@ class Learner:
             rank = 16 if lora_rank is None else lora_rank
             has_head, norms = SCORE in modules_to_save, [name for name in modules_to_save if name != SCORE]
             check_choice(where, "lora_init", lora_init, LoraInit)
-            new = LoraSettings(rank, lora_layers, norms, rank_pattern, alpha_pattern, lora_init)
+            if use_dora and lora_init != "zero":
+                raise WhetValueError(f"{where}: lora_init is {lora_init!r}, and with use_dora only 'zero' is supported.")
+            new = LoraSettings(rank, lora_layers, norms, rank_pattern, alpha_pattern, lora_init, use_dora)
             adapted = choose_adapted(source, new, where)
             self.lora_dropout = _check_dropout(0.0 if lora_dropout is None else lora_dropout, where)
         else:
             given = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_layers": lora_layers or None}
-            given |= {"use_rslora": use_rslora or None, "lora_dropout": lora_dropout}
+            given |= {"use_rslora": use_rslora or None, "use_dora": use_dora or None, "lora_dropout": lora_dropout}
             given |= {"modules_to_save": modules_to_save or None, "rank_pattern": rank_pattern or None}
             given |= {"alpha_pattern": alpha_pattern or None, "lora_init": None if lora_init == "zero" else lora_init}
             for name, value in given.items():
@@ -371,6 +416,10 @@ class Learner:
             raise WhetValueError(
                 f"{where}: lora_dropout is {self.lora_dropout}, and adapters of experts have none, as in PEFT. Pass 0, "
                 f"or remove experts from lora_layers."
+            )
+        if self.lora_dropout and adapted.use_dora:
+            raise WhetValueError(
+                f"{where}: lora_dropout is {self.lora_dropout}, and DoRA has none here. Pass 0, or train it with torch."
             )
         locations = dict.fromkeys(with_expert_modules(source.targets).values())
         places = {location: i for i, location in enumerate(locations)}
@@ -402,13 +451,16 @@ class Learner:
         self.head = TrainedModule(SCORE, np.zeros((1, self.base.config.hidden_dim), np.float32)) if has_head else None
         if adapter is not None:
             self._load(adapter)
+        index = 0
         for each in self.adapters:
             each.wrapper = wrapper_of(each.name, {other.name for other in self.adapters})
             layer, target = cast(tuple[int, Any], core_matrix(each.location.weight))
             n = each.b.shape[1]
             for e in range(each.n_experts):
                 first_row = each.location.first_row + e * n
-                self._core.add_adapter(layer=layer, target=target, first_row=first_row, n=n, rank=each.rank)
+                index = self._core.add_adapter(layer=layer, target=target, first_row=first_row, n=n, rank=each.rank)
+            if adapted.use_dora and each.magnitude is None:
+                each.add_magnitude(self._row_lengths(index, each), is_original=True)
         for values in chain.from_iterable(norm.locate() for norm in self.norms):
             self._core.add_norm(*values)
         self._activation_bytes = activation_bytes
@@ -425,7 +477,11 @@ class Learner:
             self.head.parameters = (check_reward_head(saved[SCORE], self.base.config.hidden_dim, "Learner", folder),)
         for adapter in self.adapters:
             names = (adapter.name, *adapter.location.names)
-            a, b, scaling = next(saved[name] for name in names if name in saved)
+            found = next(saved[name] for name in names if name in saved)
+            if isinstance(found, Dora):
+                found, magnitude = found
+                adapter.add_magnitude(adapter.outputs_of_module(np.asarray(magnitude, np.float32).reshape(-1)))
+            a, b, scaling = found
             adapter.alpha = scaling * adapter.rank
             adapter.a[:], adapter.b[:] = adapter.from_module(a, b)
         for norm in self.norms:
@@ -458,9 +514,17 @@ class Learner:
         factors = [(each, *part) for each in self.adapters for part in each.parts(each.a, each.b)]
         for i, (each, a, b) in enumerate(factors):
             self._core.set_factors(i, a, b, each.scaling)
+            if each.magnitude is not None:
+                self._core.set_magnitude(i, each.magnitude, self._row_lengths(i, each))
         for i, values in enumerate(chain.from_iterable(norm.locate() for norm in self.norms)):
             self._core.set_norm(i, values.values)
         self.limit_activations(self._activation_bytes)
+
+    def _row_lengths(self, index: int, adapter: TrainedAdapter) -> np.ndarray:
+        """Return the lengths of the rows of W + scaling B A, (n,) float64."""
+        lengths = np.empty(adapter.b.shape[1])
+        self._core.row_lengths(index, adapter.a, adapter.b, adapter.scaling, lengths)
+        return lengths
 
     def limit_activations(self, n_bytes: int | None) -> None:
         """Replace the constructor's ``activation_bytes``."""
@@ -731,7 +795,7 @@ class Learner:
         if not len(batch.rows):
             return
         gradients = {
-            "grads": [part for adapter in self.adapters for part in adapter.parts(*adapter.gradients)],
+            "grads": [part for adapter in self.adapters for part in adapter.gradient_parts()],
             "norm_grads": [gradient for norm in self.norms for gradient in norm.gradients],
         }
         if head == _LOGPROBS:
@@ -808,7 +872,7 @@ class Learner:
     def source(self) -> ModelSource:
         """Return base, adapters and norms as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""
         adapters: list[LoRA | NormValues] = [
-            LoRA(each.location.weight, each.location.first_row + i * b.shape[1], a, b.T, each.scaling)
+            LoRA(each.location.weight, each.location.first_row + i * b.shape[1], a, b.T, each.scaling, each.magnitude)
             for each in self.adapters
             for i, (a, b) in enumerate(each.parts(each.a, each.b))
         ]
@@ -911,7 +975,7 @@ class Learner:
             for p, grad, (index, (m, v, *scales)) in zip(each.parameters, each.gradients, moments, strict=False):
                 rate = lr * lr_ratio if is_adapter and p is each.b else lr
                 decay = weight_decay if p.ndim > 1 else 0.0
-                for own in rows:
+                for own in rows if p.ndim > 1 else [slice(None)]:
                     numbers = {"lr": rate, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
                     numbers |= {"t": self.n_updates, "grad_scale": grad_scale}
                     arrays = {"p": p[own], "grad": grad[own], "m": m[own], "v": v[own]}
@@ -941,7 +1005,7 @@ class Learner:
             self.factors(), base_model_name or repository_of(path) or path, "SEQ_CLS" if self.head else "CAUSAL_LM",
             self._find_ends(modules, lambda name, end: name.rpartition(".")[2] == end),
             [*norms, SCORE] if self.head else norms, self.lora_dropout,
-            self.base.config.n_experts,
+            self.base.config.n_experts, any(each.magnitude is not None for each in self.adapters),
         )  # fmt: skip
 
     def _find_ends(
@@ -965,7 +1029,12 @@ class Learner:
             for each in self.whole
             for part, value in zip(each.parts, each.parameters, strict=True)
         }
-        write_peft(folder, self.factors(), self.peft_config(base_model_name), whole)
+        magnitudes = {
+            f"{each.name}.{MAGNITUDE}": each.order_outputs(each.magnitude)
+            for each in self.adapters
+            if each.magnitude is not None
+        }
+        write_peft(folder, self.factors(), self.peft_config(base_model_name), {**whole, **magnitudes})
         write_record(folder, self.base.record())
 
     def _check_rows(
@@ -1006,7 +1075,7 @@ class Learner:
 def find_unlearnable(adapted: Adapted) -> str:
     """Return what of adapters a learner does not support; empty: nothing."""
     if adapted.special:
-        return f"the adapters have {adapted.special}, and only LoRA and norms are learnt"
+        return f"the adapters have {adapted.special}, and only LoRA, DoRA and norms are learnt"
     for location, _ in adapted.factors:
         if core_matrix(location.weight) is None:
             return f"lora_layers names {location.name}, and only the linear layers of attention and MLP are learnt"

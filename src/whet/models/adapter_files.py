@@ -30,6 +30,8 @@ PEFT_PREFIX = "base_model.model."
 SCORE = "score"
 """The head of a reward model in transformers, which PEFT saves with adapters of the task SEQ_CLS."""
 REWARD_USE = "It scores answers and writes none: pass it as --reward, or to RewardModel, or serve it for /score."
+MAGNITUDE = "lora_magnitude_vector"
+"""PEFT's name of the magnitudes of DoRA, a parameter of the adapted module."""
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
@@ -147,11 +149,12 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, Factors
 def read_peft_modules(
     folder: str | os.PathLike[str], merged: bool = False, *, head: bool = False
 ) -> dict[str, Factors | Dora | TokenRows | dict[str, np.ndarray]]:
-    """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``; or the weight and bias of a trained norm.
+    """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``, with magnitudes if they are DoRA; or the weight
+    and bias of a trained norm.
 
     Args:
         folder: the folder.
-        merged: whether weights may change: then also DoRA, trained tokens, and the weight and bias of other modules.
+        merged: whether weights may change: then also trained tokens, and the weight and bias of other modules.
         head: whether the adapters are a reward model's, whose head is the entry "score".
 
     Raises:
@@ -159,7 +162,7 @@ def read_peft_modules(
     """
     where = f"from_peft({str(folder)!r})"
     config, tensors = _read_folder(folder, where)
-    _check_plain(where, config, except_for=MERGED if merged else ("modules_to_save",))
+    _check_plain(where, config, except_for=MERGED if merged else SEPARATE)
     score = tensors.pop(f"{PEFT_PREFIX}{SCORE}.weight", None)
     if (score is not None) != head:
         if head:
@@ -170,7 +173,7 @@ def read_peft_modules(
     magnitudes: dict[str, np.ndarray] = {}
     for name in list(tensors) if merged else [name for name, value in tensors.items() if value.ndim == 1]:
         module, _, part = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        if part == "lora_magnitude_vector":
+        if part == MAGNITUDE:
             magnitudes[module] = tensors.pop(name)
         elif part == "trainable_tokens_delta":
             module = module.removesuffix(".token_adapter")
@@ -303,6 +306,7 @@ def peft_config(
     modules_to_save: Sequence[str] = (),
     lora_dropout: float = 0.0,
     n_experts: int = 1,
+    use_dora: bool = False,
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
@@ -311,6 +315,7 @@ def peft_config(
         target_modules: ends of names. Default: the names of modules.
         modules_to_save: ends of the names of modules that are trained whole.
         n_experts: experts of a layer, of which some adapters are.
+        use_dora: whether the adapters have magnitudes.
     """
     parameters = list(filter(is_expert_parameter, adapters))
     ranks = {name: len(a) // (n_experts if name in parameters else 1) for name, (a, _, _) in adapters.items()}
@@ -329,7 +334,7 @@ def peft_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": use_dora,
         "target_modules": sorted(target_modules or (name for name in adapters if name not in parameters)),
         "target_parameters": sorted(parameters) or None,
         "modules_to_save": list(modules_to_save) or None,
@@ -342,10 +347,12 @@ def write_peft(
     path: str | os.PathLike[str],
     adapters: Mapping[str, Factors],
     config: Mapping[str, Any],
-    norms: Mapping[str, np.ndarray] | None = None,
+    others: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write adapters of any rank, trained norms by the names of their parameters, and a ``peft_config``."""
-    tensors = {f"{PEFT_PREFIX}{name}": value for name, value in (norms or {}).items()}
+    """Write adapters of any rank, magnitudes and trained norms by the names of their parameters, and a
+    ``peft_config``.
+    """
+    tensors = {f"{PEFT_PREFIX}{name}": value for name, value in (others or {}).items()}
     for name, (a, b, _) in adapters.items():
         module = wrapper_of(name, adapters)
         tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
@@ -373,19 +380,21 @@ _PLAIN = {
     "use_bdlora": None,
     "arrow_config": None,
 }
-MERGED = ("use_dora", "trainable_token_indices", "modules_to_save")
+SEPARATE = ("use_dora", "modules_to_save")
+"""Settings beyond plain LoRA that an engine can compute next to the weights, modules_to_save if they are norms."""
+MERGED = (*SEPARATE, "trainable_token_indices")
 """Settings beyond plain LoRA whose result can be merged into the weights."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def describe_special(config: Mapping[str, Any], where: str, whole: bool = False) -> str:
-    """Return the first setting beyond plain LoRA; empty: none. ``whole``: modules_to_save counts.
+def describe_special(config: Mapping[str, Any], where: str, except_for: Sequence[str] = ()) -> str:
+    """Return the first setting beyond plain LoRA, except some; empty: none.
 
     Raises:
         CheckpointError: the adapters are not LoRA.
     """
     _check_lora(where, config)
-    return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if whole or key != "modules_to_save"), "")
+    return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if key not in except_for), "")
 
 
 def _check_plain(where: str, config: Mapping[str, Any], except_for: Sequence[str] = ()) -> None:

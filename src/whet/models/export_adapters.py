@@ -28,7 +28,6 @@ from whet.models.slots import (
     NormValues,
     Rows,
     factor_values,
-    is_separable,
     iter_locations,
     slot_columns,
     slot_rows,
@@ -73,8 +72,7 @@ def export_adapters(
     options = text_options(read_model_config(model, where))
     architecture = architecture_of(options, where)
     low_rank = [each for each in adapters if isinstance(each, LoRA)]
-    others = (each for each in adapters if not (isinstance(each, LoRA) and is_separable(each)))
-    if other := next(others, None):
+    if other := next((each for each in adapters if not isinstance(each, LoRA) or each.magnitude is not None), None):
         raise WhetValueError(
             f"{where}: {other.slot} is trained too, or DoRA, and llama.cpp's adapters are plain LoRA of matrices. "
             f"Merge it: omit --adapter-only."

@@ -20,6 +20,7 @@ from whet.errors import CheckpointError, WhetValueError
 from whet.models.adapter_files import (
     PEFT_PREFIX,
     SCORE,
+    SEPARATE,
     adapted_name,
     describe_special,
     match_pattern,
@@ -78,9 +79,10 @@ class Adapted(NamedTuple):
     Attributes:
         factors: location and rank of every matrix, or matrices of experts, with an adapter W + scaling B A each.
         whole: locations of modules of which a copy is trained, PEFT's ``modules_to_save``.
-        special: a feature beyond plain LoRA, such as DoRA; empty: none.
+        special: a feature beyond LoRA and DoRA, such as trained tokens; empty: none.
         is_new: whether the adapters change nothing yet; False for saved ones.
-        n_special: number of parameters of that feature.
+        n_special: number of parameters of that feature, and of magnitudes.
+        use_dora: whether the adapters have magnitudes.
     """
 
     factors: tuple[tuple[WeightLocation, int], ...]
@@ -88,6 +90,7 @@ class Adapted(NamedTuple):
     special: str = ""
     is_new: bool = True
     n_special: int = 0
+    use_dora: bool = False
 
     @property
     def n_whole(self) -> int:
@@ -100,11 +103,12 @@ class Adapted(NamedTuple):
         factors = (each.n_experts * rank * sum(each.matrix_shape) for each, rank in self.factors)
         return sum(factors) + self.n_whole + self.n_special
 
-    @property
-    def needs_floats(self) -> str:
-        """The first feature that needs float weights; empty: packed weights are enough."""
-        matrices = [location.names[0] for location in self.whole if not is_norm(location)]
-        return self.special or (f"{matrices[0]} in modules_to_save" if matrices else "")
+    def floats_reason(self, in_torch: bool) -> str:
+        """Return the first feature that needs float weights, in modules of torch or in a learner; empty: packed ones
+        are enough.
+        """
+        matrices = (f"{location.names[0]} in modules_to_save" for location in self.whole if not is_norm(location))
+        return self.special or next(matrices, "use_dora=True" if self.use_dora and in_torch else "")
 
     @property
     def is_separable(self) -> bool:
@@ -165,16 +169,16 @@ def choose_adapted(source: ModelSource, settings: LoraSettings, where: str = "Lo
     factors = tuple((location, 2 * rank if is_pissa else rank) for location, rank in ranks.items())
     special, n_special = "", 0
     if settings.use_dora:
-        special, n_special = "use_dora=True", sum(location.shape[0] for location in ranks)
+        n_special = sum(location.shape[0] for location in ranks)
         if other := next((each.name for each in ranks if each.n_experts > 1 or each.weight == "embedding"), ""):
             raise WhetValueError(
                 f"{where}: use_dora is True, and {other} is not a linear layer. Remove it from lora_layers."
             )
     if tokens := settings.trainable_token_indices:
         _check_tokens(tokens, source, [*ranks, *whole], where)
-        special = special or f"trainable_token_indices={list(tokens)!r:.60}"
+        special = f"trainable_token_indices={list(tokens)!r:.60}"
         n_special += len(tokens) * source.config.hidden_dim
-    return Adapted(factors, tuple(dict.fromkeys(whole)), special, n_special=n_special)
+    return Adapted(factors, tuple(dict.fromkeys(whole)), special, n_special=n_special, use_dora=settings.use_dora)
 
 
 def _check_patterns(patterns: Mapping[str, Any], names: Sequence[str], setting: str, where: str) -> None:
@@ -231,7 +235,10 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
     if not pairs:
         raise CheckpointError(f"{label}: it has no lora_A and lora_B.")
     factors = tuple((location, _rank(location, is_table, pair, label)) for (location, is_table), pair in pairs.items())
-    return Adapted(factors, tuple(whole), describe_special(config, label), is_new=False)
+    special = describe_special(config, label, SEPARATE)
+    has_magnitudes = bool(config.get("use_dora"))
+    n_special = sum(location.shape[0] for location, _ in factors) if has_magnitudes else 0
+    return Adapted(factors, tuple(whole), special, is_new=False, n_special=n_special, use_dora=has_magnitudes)
 
 
 def core_matrix(slot: str) -> tuple[int, _core.Target] | None:

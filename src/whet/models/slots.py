@@ -216,6 +216,11 @@ class LoRA(NamedTuple):
     scaling: float
     magnitude: Any = None
 
+    def factors(self) -> dict[str, Any]:
+        """Return A, B, and the magnitudes if there are any, by name."""
+        arrays = {"a": self.a, "b": self.b, "magnitude": self.magnitude}
+        return {name: array for name, array in arrays.items() if array is not None}
+
 
 class Rows(NamedTuple):
     """Rows of a slot, or elements of a bias, in place of the model's.
@@ -265,8 +270,8 @@ class ModelSource(NamedTuple):
 
 
 def is_separable(adapter: LoRA | NormValues | Rows) -> bool:
-    """Whether an engine may compute the adapter next to the weights: plain LoRA, or a norm."""
-    return isinstance(adapter, NormValues) or (isinstance(adapter, LoRA) and adapter.magnitude is None)
+    """Whether an engine may compute the adapter next to the weights: LoRA, DoRA, or a norm."""
+    return isinstance(adapter, (LoRA, NormValues))
 
 
 def untie_adapted(source: ModelSource) -> ModelSource:

@@ -80,6 +80,19 @@ def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool
     return Plan(adapters, base, reason, record, source)
 
 
+def torch_setting(run: Any) -> str:
+    """Return the setting of a run with adapters that makes it train modules of torch; empty: none."""
+    if run.backend == "torch":
+        return "backend is 'torch'"
+    if run.compute == "torch":
+        return "compute is 'torch'"
+    if getattr(run, "engine", "auto") not in ("auto", "native"):
+        return f"engine is {run.engine!r}"
+    if run.use_dora and run.lora_dropout:
+        return f"lora_dropout is {run.lora_dropout}, which a learner does not apply to DoRA"
+    return ""
+
+
 def _default_base(run: Any, source: ModelSource) -> str:
     """Return the base with the same numbers that a step without a packed base multiplies."""
     if is_quantised(source):
@@ -97,8 +110,9 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
         return f"dtype is {run.dtype!r}"
     if run.trains_reward and run.backend == "torch":
         return "backend is 'torch', which trains the head of a reward model on floats"
-    if adapters.needs_floats:
-        return f"{adapters.needs_floats} needs float weights"
+    setting = torch_setting(run)
+    if feature := adapters.floats_reason(bool(setting)):
+        return f"{feature} needs float weights" + (f" as {setting}" if feature == "use_dora=True" else "")
     if run.samples:
         if run.rollout_weights != "auto":
             return f"rollout_weights is {run.rollout_weights!r}"
@@ -111,10 +125,11 @@ def _check_packed(run: Any, base: str, adapters: Adapted, source: ModelSource, w
     """Raise if the base cannot be packed."""
     if run.qat:
         raise WhetValueError(f"{where}: base is {base!r}, but qat rounds weights in floats. Omit base, or pass none.")
-    if adapters.needs_floats:
+    setting = torch_setting(run)
+    if feature := adapters.floats_reason(bool(setting)):
+        why = f" as {setting}" if feature == "use_dora=True" else ""
         raise WhetValueError(
-            f"{where}: base is {base!r}, but {adapters.needs_floats} needs float weights. Pass --base none, or omit "
-            f"{adapters.needs_floats}."
+            f"{where}: base is {base!r}, but {feature} needs float weights{why}. Pass --base none, or omit {feature}."
         )
     if base != "own":
         check_fits(source, base, where)

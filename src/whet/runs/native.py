@@ -9,7 +9,7 @@ from whet.learner import Learner
 from whet.learner.learner import find_unlearnable
 from whet.models.adapter_files import SCORE
 from whet.models.slots import ModelSource
-from whet.runs.adapters import Plan
+from whet.runs.adapters import Plan, torch_setting
 from whet.text.model import find_model, load_chat_tokenizer
 
 
@@ -38,11 +38,7 @@ def _find_obstacle(run: Any, plan: Plan) -> str:
         return "lora_rank is 0, so every weight is trained"
     if plan.adapters is None or plan.base == "none":
         return plan.floats_reason or "base is 'none', and the learner needs a packed base"
-    if run.compute == "torch":
-        return "compute is 'torch'"
-    if getattr(run, "engine", "auto") not in ("auto", "native"):
-        return f"engine is {run.engine!r}"
-    return find_unlearnable(plan.adapters)
+    return torch_setting(run) or find_unlearnable(plan.adapters)
 
 
 def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
@@ -54,7 +50,7 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
         options["adapter"] = run.adapter
     else:
         names = ("lora_rank", "lora_alpha", "lora_layers", "lora_dropout", "lora_init")
-        names += ("use_rslora", "rank_pattern", "alpha_pattern")
+        names += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
         options |= {name: getattr(run, name) for name in names}
         options["modules_to_save"] = [*run.modules_to_save, *([SCORE] if run.trains_reward else [])]
     options["weights"] = None if plan.base == "own" else plan.base

@@ -101,7 +101,8 @@ class RunConfig:
     """zero: A is random and B is zero. pissa: A B is the principal part of the matrix, which is subtracted from it
     (Meng et al. 2024); saved as a plain adapter of twice the rank."""
     use_dora: bool = False
-    """Also train the length of each row of W + B A (DoRA, Liu et al. 2024). Needs torch and float weights."""
+    """Also train the length of each row of W + B A (DoRA, Liu et al. 2024). In modules of torch it needs
+    float weights, in a learner lora_dropout 0."""
     trainable_token_indices: TokenIds = field(default_factory=list)
     """Tokens whose rows of the embedding, and of a tied head, are trained too. Needs torch and float weights."""
     lora_layers: list[str] = field(default_factory=list)

@@ -94,7 +94,9 @@ def load_engine(
             check_formats(source, {"weights": weights}, record, where, adapter)
         source = pack_recorded(source, record, where, adapter).source()
     is_merged = False
-    if adapter and record is None and not read_adapted(adapter, source, where).is_separable:
+    adapted = read_adapted(adapter, source, where) if adapter and record is None else None
+    # DoRA in weights takes no time per token.
+    if adapted is not None and (adapted.use_dora or not adapted.is_separable):
         changes = tuple(read_adapters(adapter, source, where))
         source, is_merged = merge_slots(untie_adapted(source._replace(adapters=changes)), where), True
     if n_tokens is not None:

@@ -197,7 +197,7 @@ def _sampling(
     engine = estimate(source, weights, batch=MAX_BATCH)
     kv_cache = cache_bytes(source.config, engine.kv_format, *_n_pages_and_states(config, lengths))
     sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
-    if adapters is not None and adapters.is_separable:
+    if adapters is not None and adapters.is_separable and (is_packed or not adapters.use_dora):
         own = _adapter_bytes(adapters, "float32" if weights == "float32" else "bfloat16") + 4 * adapters.n_whole
         parts["sampler_weights"] = (0 if is_packed else engine.weights) + own
     elif not is_packed:  # released before the update
@@ -283,6 +283,8 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
         rows += tile * 4 * (2 * hidden + 4 * model.layer_input_dim)
     for i in _kv_sources(model):  # keys and values that other layers read, and their gradients
         layer += n * 2 * model.n_kv_heads * model.layer_head_dim(i) * (_head_size(model, size) + 4)
+    if adapters.use_dora:  # outputs before their scales
+        rows += tile * 4 * max(up, wide, hidden)
     columns = min(model.vocab_size, max(16, _RANGE_NUMBERS // hidden // 16 * 16))
     states = largest.targets * 4 * 4 * hidden  # before and after the final norm, and their gradients
     head = largest.targets * (4 * 2 * columns + size * columns)

@@ -15,7 +15,7 @@ def freeze_source(source: ModelSource, slices: Sequence[RowSlice]) -> ModelSourc
     """Copy the adapters of a source, and some of its slices: all, or none if an engine already has the weights."""
     copies = [row_slice._replace(tensor=_copy(row_slice.tensor)) for row_slice in slices]
     adapters = tuple(
-        each._replace(a=factor_values(each.a).copy(), b=factor_values(each.b).copy())
+        each._replace(**{name: factor_values(factor).copy() for name, factor in each.factors().items()})
         if isinstance(each, LoRA)
         else each._replace(values=each.values.copy())
         for each in source.adapters
@@ -27,7 +27,7 @@ def source_bytes(source: ModelSource) -> int:
     """Return the bytes of the slices and adapters of a frozen source."""
     arrays = [row_slice.tensor for row_slice in source.slices()]
     for each in source.adapters:
-        arrays += [each.a, each.b] if isinstance(each, LoRA) else [each.values]
+        arrays += each.factors().values() if isinstance(each, LoRA) else [each.values]
     return sum(array.nbytes for array in arrays)
 
 
