@@ -45,7 +45,8 @@ def make_file(maker: Maker, options: RoundingOptions, file_type: str) -> Call:
     def call() -> WholeRun:
         before, made = rounding.perplexity_before, maker(rounding, file_type)
         after = rounding.perplexity(made.path)
-        return WholeRun(after, [made.seconds], None, {}, made.peak_bytes, scores=[(before, after)])
+        size = f"{file_type}: {made.path.stat().st_size / 1e6:.1f} MB"
+        return WholeRun(after, [made.seconds], None, {}, made.peak_bytes, scores=[(before, after)], note=size)
 
     return call
 

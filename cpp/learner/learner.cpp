@@ -86,9 +86,10 @@ uint32_t round_to_24_bits(float x) {
 
 }  // namespace
 
-Learner::Learner(std::shared_ptr<const Weights> weights, ProductType type)
+Learner::Learner(std::shared_ptr<const Weights> weights, ProductType type, bool is_merged)
     : weights_(std::move(weights)),
       config_(weights_->config()),
+      is_merged_(is_merged),
       type_(type),
       // The kernels read bfloat16 in pairs.
       head_type_((config_.head_dim | config_.local_head_dim) % 2 == 0 ? type : ProductType::kFloat32),
@@ -142,7 +143,8 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     is_kept_ = false;
     check(batch, config_);
     require(dropout.probability >= 0.0 && dropout.probability < 1.0, "the probability of dropout is not in [0, 1)");
-    require(dropout.probability == 0.0 || !adapts_experts_, "adapters of experts have no dropout");
+    require(dropout.probability == 0.0 || !(adapts_experts_ || is_merged_),
+            "adapters of experts, or in the weights, have no dropout");
     batch_ = std::move(batch), with_adapters_ = with_adapters, dropout_ = dropout;
     if (drops()) hash_paths();
     if (config_.is_recurrent()) find_neighbours();

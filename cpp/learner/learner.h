@@ -69,7 +69,9 @@ struct Dropout {
 
 class Learner {
 public:
-    Learner(std::shared_ptr<const Weights> weights, ProductType type);
+    // is_merged: whether the weights contain the sums W + scale B A, so that only gradients are computed of adapters:
+    // y = W x and dx = W^T dy. They have no magnitudes and no dropout then.
+    Learner(std::shared_ptr<const Weights> weights, ProductType type, bool is_merged = false);
 
     ProductType type() const { return type_; }
     size_t hidden_dim() const { return config_.hidden_dim; }
@@ -162,6 +164,7 @@ private:
 
     const std::shared_ptr<const Weights> weights_;
     const ModelConfig& config_;
+    const bool is_merged_;
     const ProductType type_, head_type_;  // head_type_: of queries, keys, values and the results of attention
     const size_t head_bytes_, tile_rows_;
     const std::vector<float> ones_;  // weights of the norm of values

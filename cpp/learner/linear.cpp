@@ -27,7 +27,7 @@ void Learner::project(size_t layer, Target target, ProductRows x, const RowTile&
 
 // Adds the results of the adapters of a matrix, or of an expert's, if there are any.
 void Learner::add_adapters(const LowRank* low, ProductRows x, const RowTile& tile, float* y, size_t ldy) {
-    if (low == nullptr) return;
+    if (low == nullptr || is_merged_) return;
     const size_t rows = tile.n();
     for (size_t adapter : adapters_of_.at(low)) {
         const Factors& f = factors_[adapter];
@@ -82,7 +82,7 @@ void Learner::adapters_backward(const LowRank* low, ProductRows x, const RowTile
             kernels().blend_f32(u_.get(), rows * rank, kept_scale(), 0.0f, u_.get());
             multiply_transposed(type_, f.a(), u_.get(), rank, rows, grad_dropped_.get(), k, false);
             add_kept(rows, k, grad_x, ldx);
-        } else {
+        } else if (!is_merged_) {
             multiply_transposed(type_, f.a(), u_.get(), rank, rows, grad_x, ldx, true);
         }
         for (size_t i = 0; row_weights != nullptr && i < rows; ++i) {

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
-from tests.raising import assert_raises
-from tests.threads import same_on_any_threads
-
-peft = pytest.importorskip("peft")
 from tests.engine.tiny_models import tiny_model
 from tests.learner.test_learner import (
     COMPLETIONS,
@@ -22,6 +19,8 @@ from tests.learner.test_learner import (
     output_gradients,
     run,
 )
+from tests.raising import assert_raises
+from tests.threads import same_on_any_threads
 
 from whet import Engine, SamplingParams, WhetValueError
 from whet.learner.learner import Learner

@@ -15,10 +15,8 @@ from tests.tiny import assert_resumes, fours, with_lora
 
 from whet.algorithms import GRPO, SFT
 from whet.errors import WhetValueError
-from whet.learner import Learner
 from whet.models.export import export_gguf, read_adapters
 from whet.models.families import FAMILIES
-from whet.models.packed_base import pack_base
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import open_module
@@ -146,8 +144,6 @@ def test_runs_resume_to_the_bit(adapters: bool, tmp_path: Any) -> None:
 
 def test_what_is_not_rounded_is_refused(tmp_path: Any) -> None:
     model = tiny_model("llama", vocab_size=N_ROWS)
-    base = pack_base(open_module(model), weights="float32")
-    assert_raises(WhetValueError, ("qat is 'q4_0'", "packed"), SFT, Learner(base, lora_rank=2), qat="q4_0")
     frozen = with_lora(frozen_model(model, "q8_0"), target_modules=["q_proj"])
     assert_raises(WhetValueError, ("qat is 'q4_0'", "packed", "--base none"), SFT, frozen, qat="q4_0")
     dora = with_lora(tiny_model("llama"), target_modules=["q_proj"], use_dora=True)

@@ -45,9 +45,9 @@ std::span<T> span_of(const Contiguous<T, 1>& x) {
 // A learner, and a head that reads its hidden states.
 class LearnerObject {
 public:
-    LearnerObject(const Shared<Weights>& weights, bool bf16)
+    LearnerObject(const Shared<Weights>& weights, bool bf16, bool is_merged)
         : weights_(weights.value),
-          learner_(weights.value, bf16 ? ProductType::kBFloat16 : ProductType::kFloat32),
+          learner_(weights.value, bf16 ? ProductType::kBFloat16 : ProductType::kFloat32, is_merged),
           head_(*weights.value, learner_.type()) {}
 
     size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank) {
@@ -277,7 +277,7 @@ auto array(const char* name) { return nb::arg(name).noconvert(); }
 void bind_learner(nb::module_& m) {
     using nb::arg;
     nb::class_<LearnerObject>(m, "Learner")
-        .def(nb::init<const Shared<Weights>&, bool>(), arg("weights"), arg("bf16"))
+        .def(nb::init<const Shared<Weights>&, bool, bool>(), arg("weights"), arg("bf16"), arg("is_merged"))
         .def_prop_ro("n_replaced", &LearnerObject::n_replaced)
         .def_prop_ro("n_kept_layers", &LearnerObject::n_kept_layers)
         .def_prop_ro("kept_bytes", &LearnerObject::kept_bytes)

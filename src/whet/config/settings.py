@@ -148,7 +148,7 @@ class TrainerConfig:
     with a lower learning_rate)."""
     qat: FileType | None = None
     """Quantisation-aware training: compute with matrices rounded to their formats in a GGUF file of this type
-    (whet.nn.rounding). Adapters are rounded with their matrix, as merged. Not for packed weights."""
+    (whet.nn.rounding). Adapters are rounded with their matrix, as merged."""
     router_aux_loss_coef: _Beta = None
     """Factor of the balance loss of a mixture's routers (whet.nn.balance), the mean over the passes of a step, whose
     metric is balance_loss; None: the model's, 0: none. Not for a Learner, whose routers are frozen."""

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from whet import _core
 from whet.engine.checks import check_same_model
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.learner import Learner

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +39,7 @@ from whet.learner.batch import (
     select_kept,
 )
 from whet.learner.moments import make_moments, moment_seed
+from whet.learner.rounding import RoundedBase
 from whet.models.adapter_files import (
     MAGNITUDE,
     PEFT_PREFIX,
@@ -55,6 +56,7 @@ from whet.models.adapter_files import (
 )
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
+from whet.models.formats import FILE_TYPES, TABLE, FileType
 from whet.models.hub import repository_of
 from whet.models.lora import Adapted, LoraInit, LoraSettings, choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
@@ -330,6 +332,9 @@ class Learner:
         modules_to_save: ends of names of norms whose weights and biases are trained too: "norm" is every norm of
             Llama; and "score", the head of a reward model, which is initially 0. Default: none.
         weights: format of the packed weights, as for ``Engine``.
+        qat: file type of ``whet export``, such as "q4_0": the passes compute with the numbers that a file of this type
+            has after the adapters were merged (quantisation-aware training, ``whet.learner.rounding``). Needs plain
+            LoRA without dropout. ``adapters=False``, the usual reference, is the base before rounding.
         compute: of products: "bfloat16" rounds weights and activations, sums are float32. "auto": bfloat16 if the
             processor has bfloat16 products and the weights are not float32.
         max_position: tokens of the longest row, for which frequencies that depend on it are resolved. Default: the
@@ -346,6 +351,7 @@ class Learner:
         head: the head of a reward model, (1, hidden_dim); None: there is none.
         lora_dropout: the setting, or the folder's.
         compute: "float32" or "bfloat16".
+        qat: the setting.
         activation_bytes: of the next step.
         moments: AdamW's first and second moment of each array of ``parameters``, in 8 bits their codes and scales;
             empty before its first step.
@@ -372,6 +378,7 @@ class Learner:
         use_rslora: bool = False,
         use_dora: bool = False,
         weights: str | None = None,
+        qat: FileType | None = None,
         compute: ComputeDtype = "auto",
         max_position: int | None = None,
         activation_bytes: int | None = None,
@@ -393,7 +400,9 @@ class Learner:
             has_head, norms = SCORE in modules_to_save, [name for name in modules_to_save if name != SCORE]
             check_choice(where, "lora_init", lora_init, LoraInit)
             if use_dora and lora_init != "zero":
-                raise WhetValueError(f"{where}: lora_init is {lora_init!r}, and with use_dora only 'zero' is supported.")
+                raise WhetValueError(
+                    f"{where}: lora_init is {lora_init!r}, and with use_dora only 'zero' is supported."
+                )
             new = LoraSettings(rank, lora_layers, norms, rank_pattern, alpha_pattern, lora_init, use_dora)
             adapted = choose_adapted(source, new, where)
             self.lora_dropout = _check_dropout(0.0 if lora_dropout is None else lora_dropout, where)
@@ -421,17 +430,26 @@ class Learner:
             raise WhetValueError(
                 f"{where}: lora_dropout is {self.lora_dropout}, and DoRA has none here. Pass 0, or train it with torch."
             )
+        if qat is not None:
+            check_choice(where, "qat", qat, FileType)
+            _check_rounding(qat, adapted.use_dora, self.lora_dropout, where)
         locations = dict.fromkeys(with_expert_modules(source.targets).values())
         places = {location: i for i, location in enumerate(locations)}
         factors = sorted(adapted.factors, key=lambda factor: places[factor[0]])
         self.base = model if isinstance(model, PackedBase) else pack_base(source, weights=weights, where=where)
         if adapter is not None and (record := read_binding(adapter, source, weights is not None, where)) is not None:
             check_record(record, self.base, where, os.fspath(adapter))
+        self.qat = qat
+        self._rounded = None if qat is None else RoundedBase(self.base, qat, where)
+        packed = self._trained_base
         if compute == "auto":
-            is_narrow = "bf16" in _core.isa() and self.base.summary != "float32"
+            is_narrow = "bf16" in _core.isa() and packed.summary != "float32"
             compute = "bfloat16" if is_narrow else "float32"
         self.compute = compute
-        self._core = _core.Learner(self.base.core, compute == "bfloat16")
+        self._core = _core.Learner(packed.core, compute == "bfloat16", qat is not None)
+        # Computes without adapters.
+        self._base_core = self._core if qat is None else _core.Learner(self.base.core, compute == "bfloat16", False)
+        self._last_core = self._core  # of the last forward pass
         rng = np.random.default_rng(seed)
 
         def alpha_of(location: WeightLocation, rank: int) -> float:
@@ -469,6 +487,11 @@ class Learner:
         self._kept: tuple[str, _Rows] | None = None  # head and batch of the last forward pass that backward may follow
         self.moments: list[tuple[np.ndarray, ...]] = []
         self.n_updates = 0
+
+    @property
+    def _trained_base(self) -> PackedBase:
+        """The weights that are computed with the adapters."""
+        return self.base if self._rounded is None else self._rounded.packed
 
     def _load(self, folder: str | os.PathLike[str]) -> None:
         """Load the values of saved adapters and norms."""
@@ -518,6 +541,8 @@ class Learner:
                 self._core.set_magnitude(i, each.magnitude, self._row_lengths(i, each))
         for i, values in enumerate(chain.from_iterable(norm.locate() for norm in self.norms)):
             self._core.set_norm(i, values.values)
+        if self._rounded is not None:
+            self._rounded.update([each for each in self.source().adapters if isinstance(each, LoRA)])
         self.limit_activations(self._activation_bytes)
 
     def _row_lengths(self, index: int, adapter: TrainedAdapter) -> np.ndarray:
@@ -604,7 +629,7 @@ class Learner:
         replaced = None
         if experts is not None:
             n_given = np.count_nonzero(batch.arrays["experts"][..., 0] != OWN_CHOICE)
-            replaced = self._core.n_replaced / n_given if n_given and len(batch.rows) else 0.0
+            replaced = self._last_core.n_replaced / n_given if n_given and len(batch.rows) else 0.0
         return Logprobs(scattered, entropy, batch.mask, mean, replaced)
 
     def divergence(
@@ -664,7 +689,11 @@ class Learner:
         self._forward(batch, adapters=True, keep=keep, head=_DIVERGENCE)
         if len(values):
             self._core.divergence(
-                teacher=teacher.base.core, teacher_hidden=teacher_hidden, temperature=temperature, beta=beta, out=values
+                teacher=(teacher._trained_base if teacher_adapters else teacher.base).core,
+                teacher_hidden=teacher_hidden,
+                temperature=temperature,
+                beta=beta,
+                out=values,
             )
         return Divergences(batch.scatter(values), batch.mask)
 
@@ -742,7 +771,7 @@ class Learner:
         out = np.empty((len(batch.rows), self.base.config.hidden_dim), np.float32)
         self._forward(batch, adapters=adapters, keep=keep, head=_HIDDEN, **dropout)
         if len(out):
-            self._core.hidden(out)
+            self._last_core.hidden(out)
         return out
 
     def _forward(
@@ -758,7 +787,8 @@ class Learner:
         none |= {"dropout": 0.0, "seed": 0}
         noise = None if neftune is None else neftune.draw(batch.packed, self.base.config.hidden_dim)
         if len(batch.rows):
-            self._core.forward(
+            self._last_core = self._core if adapters else self._base_core
+            self._last_core.forward(
                 **batch.arrays, **(none | values), with_adapters=adapters, keep=keep,
                 activation_bytes=self.activation_bytes, noise=noise,
             )  # fmt: skip
@@ -893,6 +923,12 @@ class Learner:
     def kept_bytes(self) -> int:
         """Memory of the activations that are kept, in bytes; ``update`` releases it."""
         return self._core.kept_bytes
+
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
+        """Yield the memory of the base, and of its rounded copy, for ``whet.memory_report``."""
+        yield from self.base.memory_blocks()
+        if self._rounded is not None:
+            yield from self._rounded.packed.memory_blocks()
 
     def packed_bytes(self) -> int:
         """Size of the factors as packed for products, in bytes."""
@@ -1083,6 +1119,16 @@ def find_unlearnable(adapted: Adapted) -> str:
         if not is_norm(location):
             return f"modules_to_save names {location.names[0]}, and of these only norms are learnt"
     return ""
+
+
+def _check_rounding(qat: str, use_dora: bool, dropout: float, where: str) -> None:
+    if TABLE[FILE_TYPES[qat].base].is_float:
+        raise WhetValueError(f"{where}: qat is {qat!r}, which rounds nothing, expected a file type that quantises.")
+    if use_dora or dropout:
+        other = "DoRA" if use_dora else f"lora_dropout {dropout}"
+        raise WhetValueError(
+            f"{where}: qat is {qat!r}, which rounds W + s B A, and does not work with {other}. Omit one."
+        )
 
 
 def _check_dropout(dropout: Any, where: str) -> float:

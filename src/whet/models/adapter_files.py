@@ -149,8 +149,8 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, Factors
 def read_peft_modules(
     folder: str | os.PathLike[str], merged: bool = False, *, head: bool = False
 ) -> dict[str, Factors | Dora | TokenRows | dict[str, np.ndarray]]:
-    """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``, with magnitudes if they are DoRA; or the weight
-    and bias of a trained norm.
+    """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``, with magnitudes if they are DoRA; or the
+    weight and bias of a trained norm.
 
     Args:
         folder: the folder.

@@ -93,19 +93,29 @@ def torch_setting(run: Any) -> str:
     return ""
 
 
+def _torch_rounding(run: Any, adapters: Adapted) -> str:
+    """Return why modules of torch compute a run with ``qat``; empty: a learner may."""
+    if run.samples:
+        return "samples are drawn from rounded weights"
+    if run.lora_dropout:
+        return f"lora_dropout is {run.lora_dropout}"
+    return torch_setting(run) or adapters.floats_reason(in_torch=True)
+
+
 def _default_base(run: Any, source: ModelSource) -> str:
     """Return the base with the same numbers that a step without a packed base multiplies."""
     if is_quantised(source):
         return "own"
-    return "bf16" if multiplies_bfloat16(run) else "float32"
+    # Rounding begins with the numbers that an export reads.
+    return "bf16" if multiplies_bfloat16(run) and not run.qat else "float32"
 
 
 def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
     """Return why a run with ``base="auto"`` needs float weights; empty if it does not."""
     if on_gpu:
         return "the model is trained on a GPU, and packed weights are CPU-only"
-    if run.qat:
-        return f"qat is {run.qat!r}"
+    if run.qat and (reason := _torch_rounding(run, adapters)):
+        return f"qat is {run.qat!r}, and {reason}"
     if run.dtype != "float32":
         return f"dtype is {run.dtype!r}"
     if run.trains_reward and run.backend == "torch":
@@ -123,8 +133,11 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
 
 def _check_packed(run: Any, base: str, adapters: Adapted, source: ModelSource, where: str) -> None:
     """Raise if the base cannot be packed."""
-    if run.qat:
-        raise WhetValueError(f"{where}: base is {base!r}, but qat rounds weights in floats. Omit base, or pass none.")
+    if run.qat and (reason := _torch_rounding(run, adapters)):
+        raise WhetValueError(
+            f"{where}: base is {base!r}, but qat is {run.qat!r}, and {reason}, so that torch rounds weights in floats. "
+            f"Omit base, or pass none."
+        )
     setting = torch_setting(run)
     if feature := adapters.floats_reason(bool(setting)):
         why = f" as {setting}" if feature == "use_dora=True" else ""

@@ -54,6 +54,7 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
         options |= {name: getattr(run, name) for name in names}
         options["modules_to_save"] = [*run.modules_to_save, *([SCORE] if run.trains_reward else [])]
     options["weights"] = None if plan.base == "own" else plan.base
+    options["qat"] = run.qat
     options["max_position"] = source.short_position  # as long as the rotary frequencies of short sequences apply
     return Learner(model, **options), tokenizer
 

@@ -63,10 +63,15 @@ class NativePolicy:
                 f"{where}: compute is {config.compute!r}, and the learner computes in {model.compute}. Make it with "
                 f"whet.Learner(compute={config.compute!r})."
             )
-        if config.qat:
+        if config.qat and config.samples:
             raise WhetValueError(
-                f"{where}: qat is {config.qat!r}, and the base of a Learner is packed. Train modules of torch in "
-                f"floats (whet train: --base none)."
+                f"{where}: qat is {config.qat!r}, and the samples of a Learner would not be of rounded weights. Train "
+                f"modules of torch in floats (whet train: --base none)."
+            )
+        if config.qat != model.qat:
+            raise WhetValueError(
+                f"{where}: qat is {config.qat!r}, and the learner's is {model.qat!r}. Make both equal: "
+                f"whet.Learner(qat={config.qat!r})."
             )
         if config.router_aux_loss_coef:
             raise WhetValueError(
@@ -141,7 +146,7 @@ class NativePolicy:
         yield
 
     def exported_weights(self) -> AbstractContextManager[None]:
-        """Context without effect: a packed base is exported unchanged."""
+        """Context without effect: a learner always computes with the weights of its export."""
         return nullcontext()
 
     def seed(self, seed: int) -> None:
@@ -356,7 +361,7 @@ class NativePolicy:
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory of base, adapters, reference, gradients and moments, for ``whet.memory_report``."""
-        yield from self.model.base.memory_blocks()
+        yield from self.model.memory_blocks()
         parts = {
             "weights": self.model.parameters,
             "gradients": self.model.gradients,

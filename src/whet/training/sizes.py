@@ -15,6 +15,7 @@ from whet import _core
 from whet.config.settings import GroupConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
 from whet.learner.moments import moment_bytes
+from whet.learner.rounding import rounded_bytes
 from whet.models.activations import count_kept, saved_bytes
 from whet.models.architecture import ModelConfig
 from whet.models.formats import PAGE_TOKENS
@@ -101,7 +102,7 @@ def run_memory(
         raise WhetValueError("run_memory: compute is 'torch'. Memory estimates support Whet's kernels only.")
     narrow = multiplies_bfloat16(config)
     model = source.config
-    if learner and base == "float32":
+    if learner and base == "float32" and not config.qat:
         narrow = config.compute == "bfloat16"
     n_adapter = 0 if adapters is None else adapters.n_parameters
     n_trained = n_adapter or model.n_parameters
@@ -130,6 +131,8 @@ def run_memory(
     largest = _step_tokens(config, lengths)
     if learner and adapters is not None:
         parts["copies"] = _adapter_bytes(adapters, "bfloat16" if narrow else "float32")
+        if config.qat:  # the rounded weights
+            parts["copies"] += rounded_bytes(source, config.qat)
         size = 2 if narrow else 4
         parts["gradients"] = 4 * n_adapter
         sampling = _sampling(parts, source, config, lengths, adapters, weights, is_packed)
