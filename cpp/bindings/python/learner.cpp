@@ -277,7 +277,7 @@ auto array(const char* name) { return nb::arg(name).noconvert(); }
 void bind_learner(nb::module_& m) {
     using nb::arg;
     nb::class_<LearnerObject>(m, "Learner")
-        .def(nb::init<const Shared<Weights>&, bool, bool>(), arg("weights"), arg("bf16"), arg("is_merged"))
+        .def(nb::init<const Shared<Weights>&, bool, bool>(), arg("weights"), arg("bf16"), arg("is_merged") = false)
         .def_prop_ro("n_replaced", &LearnerObject::n_replaced)
         .def_prop_ro("n_kept_layers", &LearnerObject::n_kept_layers)
         .def_prop_ro("kept_bytes", &LearnerObject::kept_bytes)
