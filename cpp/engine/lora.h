@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -123,6 +124,7 @@ struct Adapter {
     std::vector<std::array<std::vector<LowRank>, kTargets>> layers;  // of a matrix, or of each expert's; empty: none
     std::optional<Norms> norms;                                      // those that are replaced; the others are empty
     std::shared_ptr<void> device_copy;                               // freed with the adapter; null: none
+    std::vector<std::unique_ptr<PackedWeight>> joined;               // factors that a device's plan made and uploads
     size_t max_rank = 0;                                             // maximum over matrices of the sum of their ranks
 };
 

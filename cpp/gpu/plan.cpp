@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -671,13 +672,47 @@ private:
     }
 };
 
+struct Factors {
+    const PackedWeight *a, *b;
+    size_t first_row;
+};
+
+// The factors of a matrix as one pair, of two dispatches: A below each other, B as blocks on a diagonal, whose zeros take
+// less time to read than further dispatches to start. New ones are added to `joined`.
+Factors join_factors(const LowRank& low, std::vector<std::unique_ptr<PackedWeight>>& joined) {
+    if (low.a.size() == 1) return {&low.a[0], &low.b[0], low.first_rows[0]};
+    const size_t ranks = low.ranks(), k = low.a[0].k();
+    const size_t first = *std::min_element(low.first_rows.begin(), low.first_rows.end());
+    size_t end = first, rank = 0;
+    for (size_t i = 0; i < low.b.size(); ++i) end = std::max(end, low.first_rows[i] + low.b[i].n());
+    std::vector<float> a(ranks * k), b((end - first) * ranks), block;
+    for (size_t i = 0; i < low.a.size(); rank += low.a[i++].n()) {
+        const size_t own = low.a[i].n(), n = low.b[i].n();
+        low.a[i].rows(0, own, &a[rank * k], false);
+        block.resize(n * own);
+        low.b[i].rows(0, n, block.data(), false);
+        for (size_t j = 0; j < n; ++j) {
+            std::copy_n(&block[j * own], own, &b[(low.first_rows[i] - first + j) * ranks + rank]);
+        }
+    }
+    const bool is_wide = low.a[0].format().source == RowType::kFloat32;
+    const auto pack = [&](const std::vector<float>& values, size_t n, size_t width) {
+        const WeightFormat format = is_wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
+        PackedWeight& w = *joined.emplace_back(std::make_unique<PackedWeight>(format, n, width));
+        w.pack_rows(0, n, values.data(), RowType::kFloat32, static_cast<ptrdiff_t>(width), 1);
+        return &w;
+    };
+    const PackedWeight* down = pack(a, ranks, k);
+    return {down, pack(b, end - first, ranks), first};
+}
+
 }  // namespace
 
 Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits) {
     return Planner(weights, kv_type, limits).make();
 }
 
-AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
+AdapterPlan make_adapter_plan(const Plan& plan, Adapter& adapter) {
     if (adapter.norms) reject("norms of an adapter");
     for (const auto& targets : adapter.layers) {
         for (const Target target : {Target::kExpertsUp, Target::kExpertsDown}) {
@@ -706,14 +741,13 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
     for (const AdapterPoint& at : plan.adapter_points) {
         std::vector<Dispatch>& dispatches = out.dispatches.emplace_back();
         const LowRank* low = adapter.find(at.layer, at.target);
-        for (size_t i = 0; low != nullptr && i < low->a.size(); ++i) {
-            const PackedWeight &a = low->a[i], &b = low->b[i];
-            Product down{add_weight(a), plan.none, low_rank, at.x, a.n(), 0, a.n()};
-            Product up{add_weight(b), plan.none, at.y, {low_rank, a.n()}, at.y_stride, low->first_rows[i], b.n()};
-            up.adds = up.has_number = true, up.scale = at.scale, up.number = number, up.tokens = plan.tokens;
-            dispatches.push_back(make_product(a, down, settings, pipelines));
-            dispatches.push_back(make_product(b, up, settings, pipelines));
-        }
+        if (low == nullptr) continue;
+        const auto [a, b, first_row] = join_factors(*low, adapter.joined);
+        Product down{add_weight(*a), plan.none, low_rank, at.x, a->n(), 0, a->n()};
+        Product up{add_weight(*b), plan.none, at.y, {low_rank, a->n()}, at.y_stride, first_row, b->n()};
+        up.adds = up.has_number = true, up.scale = at.scale, up.number = number, up.tokens = plan.tokens;
+        dispatches.push_back(make_product(*a, down, settings, pipelines));
+        dispatches.push_back(make_product(*b, up, settings, pipelines));
     }
     return out;
 }

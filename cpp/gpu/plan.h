@@ -96,7 +96,7 @@ struct AdapterPlan {
     std::vector<Buffer> buffers;  // numbered after the plan's buffers; the first is its number
     std::vector<Upload> uploads;
     std::vector<Pipeline> pipelines;
-    std::vector<std::vector<Dispatch>> dispatches;  // of every point; empty: none
+    std::vector<std::vector<Dispatch>> dispatches;  // of every point: two, or none
 };
 
 struct Limits {
@@ -125,7 +125,7 @@ struct Limits {
 // Throws std::invalid_argument for what has no kernel, named.
 Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits);
 // Throws std::invalid_argument for what has no kernel, named.
-AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter);
+AdapterPlan make_adapter_plan(const Plan& plan, Adapter& adapter);
 
 // Pages and states of a cache, and the size that the CPU's cache has with as many.
 struct CacheSize {

@@ -237,6 +237,9 @@ def test_adapters_by_row(case):
     assert_same_scores(gpu, cpu, rows)
     numbers = gpu.add_adapter(make(1)), cpu.add_adapter(make(1))
     assert numbers[0] == numbers[1]
+    points = gpu._program._adapters[numbers[0]]
+    assert [len(point) for point in points] == [2 if point else 0 for point in points]
+    assert sum(map(bool, points)) == (3 if case == "phi3" else 4) * gpu.config.n_layers
     mixed = [numbers[0], None, None, numbers[0]]
     assert_same_scores(gpu, cpu, rows, adapter=mixed)
     assert np.abs(gpu.logprobs(rows, adapter=numbers[0])[3] - gpu.logprobs(rows)[3]).max() > 0.1
@@ -296,6 +299,9 @@ def test_refusals(monkeypatch):
     mixture = make(tiny_model("qwen3_moe"), device="gpu", **SMALL)
     experts = with_lora(tiny_model("qwen3_moe"), target_modules=[], target_parameters=["mlp.experts.down_proj"])
     assert_raises(WhetValueError, ("adapters of experts", "omit device"), mixture.add_adapter, experts)
+    dora = Learner(pack_base(open_module(model), weights="float32"), lora_rank=2, use_dora=True)
+    engine = make(model, device="gpu", **SMALL)
+    assert_raises(WhetValueError, ("no kernel for DoRA", "omit device"), engine.add_adapter, dora)
     for opened, facts in (
         (Mock(side_effect=ImportError), ("wgpu", "pip install 'whet[gpu]'")),
         (Mock(side_effect=RuntimeError("no adapter\nmore")), ("no GPU", "(no adapter)", "omit device")),

@@ -19,7 +19,7 @@ from tests.raising import assert_raises
 from tests.tiny import with_lora
 
 from whet.errors import WhetValueError
-from whet.learner.learner import TrainedAdapter
+from whet.learner.trained import TrainedAdapter
 from whet.models.export import export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
 from whet.models.families import FAMILIES, model_config

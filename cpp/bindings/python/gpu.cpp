@@ -102,6 +102,7 @@ void HostDevice::add_adapter(uint64_t number, Adapter& adapter) {
     for (const std::vector<gpu::Dispatch>& dispatches : plan.dispatches) points.append(dispatches_of(dispatches));
     program_.attr("add_adapter")(number, buffers_of(plan.buffers), uploads_of(plan.uploads),
                                  pipelines_of(plan.pipelines), points);
+    adapter.joined.clear();  // uploaded
     const Adapter* key = &adapter;
     adapters_[key] = static_cast<int32_t>(number);
     adapter.device_copy = std::shared_ptr<void>(nullptr, [this, number, key](void*) {

@@ -284,7 +284,7 @@ WHET_EXPORT(gpu_uploads) void gpu_uploads(const char* slot, size_t size) {
     append_list(found, append_upload);
 }
 
-void describe_for_gpu(const Adapter& adapter) {
+void describe_for_gpu(Adapter& adapter) {
     const gpu::AdapterPlan plan = gpu::make_adapter_plan(device->plan(), adapter);
     begin_plan(plan.buffers, plan.pipelines);
     append_field("uploads", [&] { append_list(plan.uploads, append_upload); });

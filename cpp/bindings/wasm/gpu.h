@@ -13,7 +13,7 @@ void end_gpu_step();
 
 // Sets `result` to the plan of an adapter, with its uploads and the dispatches of each point. Throws
 // std::invalid_argument for what has no kernel, named.
-void describe_for_gpu(const Adapter& adapter);
+void describe_for_gpu(Adapter& adapter);
 // Gives an adapter its number, until it is destroyed: JavaScript has copied it.
 void add_to_gpu(uint32_t number, Adapter& adapter);
 

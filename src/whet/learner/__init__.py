@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.learner.batch import Logprobs
-from whet.learner.learner import Learner, TrainedAdapter, TrainedNorm
+from whet.learner.learner import Learner
+from whet.learner.trained import TrainedAdapter, TrainedNorm
 
 __all__ = ["Learner", "Logprobs", "TrainedAdapter", "TrainedNorm"]

@@ -20,7 +20,7 @@ from whet.config.settings import TrainerConfig
 from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.learner import Learner
 from whet.learner.batch import Logprobs, Neftune
-from whet.learner.learner import ADAPTER
+from whet.learner.trained import ADAPTER
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
 from whet.signals import deferred_signals
