@@ -25,6 +25,7 @@ from whet.config.sampling import SamplingParams
 from whet.engine.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.gpu import device, program
+from whet.learner import Learner
 from whet.models.formats import FORMATS
 from whet.models.packed_base import pack_base
 from whet.models.sources.live import open_module
