@@ -245,13 +245,19 @@ def sums_note(options: LoraOptions) -> str:
 
 
 def shape_case(
-    name: str, method: Method, shape: GRPOShape | DPOShape, options: LoraOptions, n_flops: float = 0
+    name: str, method: Method, shape: GRPOShape | DPOShape, options: LoraOptions, *, quantised: bool = False
 ) -> Case:
-    """Create a case of random rows of these sizes."""
+    """Create a case of random rows of these sizes.
+
+    Operations are counted of dense models of attention, which sample from a quantised base or not.
+    """
 
     def make(seed: int) -> Work:
         return Work.of_shape(method, weights_of(shape.model), shape, n_steps=options.steps, seed=seed)
 
+    config = shape.model.config
+    is_plain = not config.n_experts and all(config.mixer(i) == "attention" for i in range(config.n_layers))
+    n_flops = lora_step_flops(shape, method, quantised=quantised) if is_plain else 0.0
     return work_case(name, make, shape.n_tokens, n_flops)
 
 
@@ -341,8 +347,7 @@ def tables(options: LoraOptions) -> list[Table]:
     small, large = GRPOShape(QWEN2_500M), GRPOShape(QWEN2_1500M)
     sums = [sums_case(SMOLLM2_135M, options)]
     long = "4 x 8, 128 + 128"
-    small_case = shape_case(long, "grpo", small, options, lora_step_flops(small, quantised=True))
-    large_case = shape_case(long, "grpo", large, options, lora_step_flops(large, quantised=True))
+    small_case, large_case = (shape_case(long, "grpo", shape, options, quantised=True) for shape in (small, large))
     two_prompts = shape_case("2 x 8, 128 + 128", "grpo", GRPOShape(QWEN2_500M, n_prompts=2), options)
     return [
         work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),

@@ -149,6 +149,26 @@ def test_operations_by_hand():
     assert lora.lora_step_flops(shape, quantised=False) == pytest.approx(expected)
     saved = 0.5 * (matrices + attention)
     assert lora.lora_step_flops(shape, quantised=True) == pytest.approx(expected - saved)
+    for method, n_passes in (("rloo", 1), ("distill", 1)):  # one more: a reference, a teacher
+        assert lora.lora_step_flops(shape, method) == pytest.approx(expected + n_passes * (matrices + attention))
+
+
+def test_operations_of_pairs_by_hand():
+    shape = DPOShape(TINY, n_pairs=2, prompt_length=10, completion_length=4)
+    config, tokens, completions = TINY.config, 2 * 10 + 4 * 4, 4 * 4
+    head = config.vocab_size * config.hidden_dim
+    layers, logits = 2 * tokens * (TINY.n_weights - head), 2 * completions * head
+    keys = 2 * 10**2 / 2 + completions * (10 + 2)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * keys
+    adapters = 8 * tokens * lora.n_adapter_parameters(TINY)
+    one = layers + logits + attention
+    for method, expected in {
+        "simpo": 2 * (layers + logits) + 3.5 * attention,
+        "dpo": one + 2 * (layers + logits) + 3.5 * attention,
+        "kto": 3 * one + 2 * (layers + logits) + 3.5 * attention,
+        "reward": 2 * layers + 3.5 * attention,
+    }.items():
+        assert lora.lora_step_flops(shape, method) == pytest.approx(expected + adapters, rel=1e-6)
 
 
 def test_random_folders_are_deterministic(weights):

@@ -378,22 +378,34 @@ def _layer_shapes(shape: ModelShape) -> list[tuple[int, int]]:
     return layer * config.n_layers
 
 
-def lora_step_flops(shape: GRPOShape, quantised: bool) -> float:
-    """Count the operations of a GRPO step on adapters that computes every token once, with recomputation.
+_OTHER_PASSES: Mapping[Method, int] = {
+    "sft": 0, "dpo": 1, "simpo": 0, "kto": 3, "reward": 0, "grpo": 1, "rloo": 2, "distill": 2
+}  # fmt: skip
+"""Forward passes without a backward pass: sampling, a reference, a teacher, KTO's KL term of policy and reference."""
 
-    Sampling and forward take one product per matrix, backward dx = dy W (the head's within the forward pass); attention
+
+def lora_step_flops(shape: GRPOShape | DPOShape, method: Method = "grpo", *, quantised: bool = False) -> float:
+    """Count the operations of a step on adapters that computes every token once, and no layer again.
+
+    A forward pass takes one product per matrix, backward dx = dy W (the head's within the forward pass); attention
     recomputes its scores (five products for the two of the forward pass). Adapters take four products of A and B.
     Sampling on a quantised base counts half: it is in 8 bits, at twice the rate.
     """
     model = shape.model
-    n_prompt, n_completion = shape.n_prompts * shape.prompt_length, shape.n_completions * shape.completion_length
-    passes = workload.step_flops(
-        model, 1, (shape.n_prompts, shape.prompt_length), (shape.n_completions, shape.completion_length)
-    )
+    if isinstance(shape, GRPOShape):
+        n_prompts, n_completions = shape.n_prompts, shape.n_completions
+    else:
+        n_prompts, n_completions = shape.n_pairs, 2 * shape.n_pairs
+    n_prompt, n_completion = n_prompts * shape.prompt_length, n_completions * shape.completion_length
+    passes = workload.step_flops(model, 1, (n_prompts, shape.prompt_length), (n_completions, shape.completion_length))
     matrices = model.forward_flops(n_prompt + n_completion, n_completion, 0.0)
     attention = passes - matrices
+    if method == "reward":  # a scalar head
+        head = matrices - model.forward_flops(n_prompt + n_completion, 0, 0.0)
+        passes, matrices = passes - head, matrices - head
     adapters = 4 * 2 * (n_prompt + n_completion) * n_adapter_parameters(model)
-    return passes * (1.5 if quantised else 2.0) + matrices + 2.5 * attention + adapters
+    n_passes = 1 + _OTHER_PASSES[method] - (0.5 if quantised else 0.0)
+    return passes * n_passes + matrices + 2.5 * attention + adapters
 
 
 # --- the run ----------------------------------------------------------------------------------------------------
