@@ -41,8 +41,8 @@ def run_curve(command: str, options: DistillationOptions, seed: int) -> Call:
     import reasoning_gym  # noqa: F401  (raise an ImportError with its name)
 
     model, every = smollm2_original(options.smollm2), 1 if options.quick else EVERY
-    sizes = {"n_steps": 2, "n_held_out": 40} if options.quick else {"n_steps": options.steps // EVERY * EVERY}
-    bench = Distillation(Path(options.runs) / model.stem, model, TASK, every=every, **sizes)
+    n_steps, n_held_out = (2, 40) if options.quick else (options.steps // EVERY * EVERY, 500)
+    bench = Distillation(Path(options.runs) / model.stem, model, TASK, n_steps, n_held_out, every=every)
 
     def call() -> WholeRun:
         curve = bench.train(command, seed)

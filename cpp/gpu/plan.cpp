@@ -677,8 +677,8 @@ struct Factors {
     size_t first_row;
 };
 
-// The factors of a matrix as one pair, of two dispatches: A below each other, B as blocks on a diagonal, whose zeros take
-// less time to read than further dispatches to start. New ones are added to `joined`.
+// The factors of a matrix as one pair, of two dispatches: A below each other, B as blocks on a diagonal, whose zeros
+// take less time to read than further dispatches to start. New ones are added to `joined`.
 Factors join_factors(const LowRank& low, std::vector<std::unique_ptr<PackedWeight>>& joined) {
     if (low.a.size() == 1) return {&low.a[0], &low.b[0], low.first_rows[0]};
     const size_t ranks = low.ranks(), k = low.a[0].k();

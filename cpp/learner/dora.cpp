@@ -42,9 +42,8 @@ void Learner::scale_outputs(const LowRank* low, size_t rows, float* y, size_t ld
     for (size_t adapter : adapters_of_.at(low)) {
         const Factors& f = factors_[adapter];
         const RowScale& scale = low->scales[f.index];
-        for_rows(scale.factor.empty() ? 0 : rows, f.shape[2], [&](size_t i) {
-            scale.apply(y + i * ldy + f.first_row(), ldy, 1);
-        });
+        for_rows(scale.factor.empty() ? 0 : rows, f.shape[2],
+                 [&](size_t i) { scale.apply(y + i * ldy + f.first_row(), ldy, 1); });
     }
 }
 

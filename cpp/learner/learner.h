@@ -84,8 +84,8 @@ public:
     size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank);
     // Packs A (rank, k) and scale B (rank, n).
     void set_factors(size_t adapter, const float* a, const float* b, float scale);
-    // Lengths (n,) of the rows of W + scale B A, and scales each row to a magnitude (n,) until the next call. An adapter
-    // has magnitudes always or never: with them it is of a matrix, not of an expert's, and has no dropout.
+    // Lengths (n,) of the rows of W + scale B A, and scales each row to a magnitude (n,) until the next call. An
+    // adapter has magnitudes always or never: with them it is of a matrix, not of an expert's, and has no dropout.
     std::vector<double> row_lengths(size_t adapter, const float* a, const float* b, float scale) const;
     void set_magnitude(size_t adapter, const float* magnitude, const std::vector<double>& lengths);
     bool has_magnitude(size_t adapter) const { return !factors_.at(adapter).inverse_lengths.empty(); }
@@ -128,7 +128,7 @@ private:
         float scale;
         size_t layer;
         Target target;
-        size_t matrix_row;  // the first output in the matrix
+        size_t matrix_row;                     // the first output in the matrix
         std::vector<float> inverse_lengths{};  // of the rows of W + scale B A, if there are magnitudes
 
         size_t first_row() const { return low->first_rows[index]; }

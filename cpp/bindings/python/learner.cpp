@@ -154,8 +154,8 @@ public:
         divergence_->forward(hidden_, teacher_hidden_.data(), rows_, temperature, beta, out.data());
     }
 
-    // grads: (grad_a, grad_b), and the gradients of magnitudes if there are any, of each adapter, and norm_grads: of each vector of norms, to which the gradients are
-    // added.
+    // grads: (grad_a, grad_b), and the gradients of magnitudes if there are any, of each adapter, and norm_grads: of
+    // each vector of norms, to which the gradients are added.
     void backward(const Contiguous<const float, 2>& grad_logprobs,
                   const std::optional<Contiguous<const float, 1>>& grad_entropy,
                   const std::optional<Contiguous<const float, 1>>& grad_mean, const nb::sequence& grads,
