@@ -68,7 +68,7 @@ def tables(options: DistillationOptions) -> Sequence[Table]:
         WhetValueError: fewer steps than 10, or the model is not a file.
     """
     check(options, "distillation", min_steps=EVERY)
-    commands = {"whet distill": "distill", "whet sft on the teacher's samples": "sft"}
+    commands = {"whet": "distill", "whet, SFT on the teacher's samples": "sft"}
     providers = [Provider(name, partial(run_curve, command, options)) for name, command in commands.items()]
     case = Case("seed 1", lambda rng: 1, lambda x: x, tolerance=0.0, n_items=N_COMPLETIONS)
     note = _NOTE.format(steps=TEACHER_FACTOR * options.steps)

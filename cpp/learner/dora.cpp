@@ -47,8 +47,8 @@ void Learner::scale_outputs(const LowRank* low, size_t rows, float* y, size_t ld
     }
 }
 
-// Returns the gradients of v from those of y, which are the same without magnitudes, and sets their leading dimension;
-// adds to the gradients of the magnitudes.
+// Returns the gradients of v from the gradients of y, which are the same without magnitudes, and sets their leading
+// dimension; adds to the gradients of the magnitudes.
 const float* Learner::unscale(size_t layer, Target target, const LowRank* low, ProductRows x, const RowTile& tile,
                               const float* grad_y, size_t& ldy, std::span<const FactorGradients> grads) {
     if (low == nullptr) return grad_y;

@@ -198,5 +198,10 @@ def test_what_does_not_fit_is_refused() -> None:
         (("lora_init is 'pissa'", "use_dora"), {"lora_init": "pissa"}),
     ):
         assert_raises(WhetValueError, facts, Learner, base, use_dora=True, **settings)
+    learner = new_dora(base)
+    assert learner.adapters[0].magnitude is not None
+    learner.adapters[0].magnitude[0] = np.nan
+    with Engine.from_base(base) as engine:
+        assert_raises(WhetValueError, ("magnitudes of layers.0", "NaN"), engine.add_adapter, learner)
     facts = ("use_dora is True", "experts")
     assert_raises(WhetValueError, facts, Learner, packed("qwen3_moe"), use_dora=True, lora_layers=["experts"])

@@ -70,7 +70,7 @@ def test_mixtures_are_rounded_as_their_files(file_type: str, tokenizer: Any, tmp
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3"])
 def test_gradients_are_straight_through(case: str) -> None:
-    """They are those of modules with W = Q(W + s B A) - s B A, to which LoRA adds s B A."""
+    """Modules with W = Q(W + s B A) - s B A, to which LoRA adds s B A, have the same gradients."""
     norms = [] if case == "gpt2" else ["norm"]
     learner = new_learner(base_of(tiny_model(case)), qat="q4_0", compute="float32", modules_to_save=norms)
     packed, model = learner._trained_base, tiny_model(case).double()
@@ -98,7 +98,7 @@ def test_the_reference_is_the_base_before_rounding() -> None:
     np.testing.assert_allclose(values, 0, atol=1e-6)
 
 
-def test_steps_are_those_of_modules_of_torch() -> None:
+def test_modules_of_torch_take_the_same_steps() -> None:
     model = tiny_model("llama", vocab_size=N_ROWS, **LARGE)
     layers: Any = ["q_proj", "down_proj"]
     learner = new_learner(base_of(model), qat="q4_0", compute="float32", modules_to_save=(), lora_layers=layers)

@@ -131,8 +131,8 @@ def _convert(lora: LoRA, where: str) -> tuple[Any, ...]:
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
     magnitude = None if lora.magnitude is None else np.ascontiguousarray(factor_values(lora.magnitude))
-    if not all(array is None or np.isfinite(array).all() for array in (a, scaled, magnitude)):
-        raise WhetValueError(
-            f"{where}: the adapter of {lora.slot} holds NaN or infinity, in A, in scaling B, or in its magnitudes."
-        )
+    if not (np.isfinite(a).all() and np.isfinite(scaled).all()):
+        raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity, in A or in scaling B.")
+    if magnitude is not None and not np.isfinite(magnitude).all():
+        raise WhetValueError(f"{where}: the magnitudes of {lora.slot} hold NaN or infinity.")
     return *matrix, lora.first_row, np.ascontiguousarray(a), scaled, magnitude

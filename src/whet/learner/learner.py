@@ -117,7 +117,7 @@ class Learner:
         lora_alpha: adapters are multiplied by lora_alpha / lora_rank. Default: lora_rank.
         use_rslora: multiply by lora_alpha / sqrt(lora_rank) instead (Kalajdzievski 2023).
         use_dora: also train the length of each row of W + scaling B A (DoRA, Liu et al. 2024); without lora_dropout.
-            The lengths are initially those of W, and constant in the gradients of A and B (section 4.3 there).
+            They are initially the lengths of W's rows; |W + scaling B A| is constant in the gradients (section 4.3).
         rank_pattern: ranks of some modules, by regular expressions of ends of their names, as in PEFT.
         alpha_pattern: the same for lora_alpha.
         lora_init: "zero": A is random and B is zero. "pissa": scaling B A is the sum of the largest lora_rank singular
