@@ -127,6 +127,16 @@ def test_a_run_of_dora_resumes(optimizer, files, capsys, error_of):
     assert_mentions(error, "lora_dropout is 0.1", "--backend torch")
 
 
+def test_a_run_of_qat_resumes(files, capsys):
+    given = {**LORA, "qat": "q8_0"}
+    for name, steps in (("run", (2, 4)), ("whole", (4,))):
+        for n in steps:
+            assert main(["train", "sft", *files(name, **given), f"--steps={n}"]) == 0
+    assert "trained natively), packed in float32, rounded as a file in q8_0" in capsys.readouterr().out
+    whole, parts = tensors(files.folder / "whole"), tensors(files.folder / "run")
+    assert all((parts[name] == value).all() for name, value in whole.items())
+
+
 def test_dora_and_trained_tokens_are_merged_by_commands(files, error_of):
     argv = ["train", "sft", *files("run", **{**LORA, "compute": "auto", "trainable_token_indices": "5"}), "--use-dora"]
     assert_mentions(error_of(*argv, "--backend=native", "--steps=1"), "trainable_token_indices=[5]", "--backend torch")

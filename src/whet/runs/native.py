@@ -63,4 +63,5 @@ def describe_learner(learner: Learner) -> str:
     """Describe the numbers of parameters and trained parameters, and the formats of the base."""
     trained = learner.n_parameters
     total = learner.base.config.n_parameters + trained
-    return f"{total:,} parameters ({trained:,} trained natively), packed in {learner.base.summary}"
+    rounded = f", rounded as a file in {learner.qat}" if learner.qat else ""
+    return f"{total:,} parameters ({trained:,} trained natively), packed in {learner.base.summary}{rounded}"
